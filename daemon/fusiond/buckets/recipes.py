@@ -30,37 +30,6 @@ _REDUCING = ("allreduce", "reducescatter", "reduce")  # kinds with an op
 _MAX_PLAN = _MAX_RESULT = 2**46  # bytes
 
 
-def contributions_of(local: Sequence[Contribution]) -> tuple[list[Contribution], bool]:
-    """Returns the local parts that have anything in them, and whether that is the node's contribution already.
-
-    Raises:
-        RequestError: ranks do not agree about who submits their contributions.
-    """
-    shares = [part.share for part in local]
-    if not any(shares):
-        return list(local), False
-    if all(share == wire.ELSEWHERE for share in shares):
-        raise RequestError(f"of {len(local)} ranks of a node, none has what they could not combine among themselves")
-    if shares.count(wire.OF_NODE) != 1 or wire.OWN in shares:
-        raise RequestError(
-            f"of {len(local)} ranks of a node, {shares.count(wire.OWN)} submit their own contribution, "
-            f"{shares.count(wire.OF_NODE)} those of all, and {shares.count(wire.ELSEWHERE)} rely on another rank"
-        )
-    return [part for part in local if part.share == wire.OF_NODE], True
-
-
-def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None]:
-    """Returns where an operation with one result for all writes it, for its local parts.
-
-    Returns: the distinct arrays, the places in workers' memory first; and the one that serves all inline parts, if any.
-    """
-    outputs = [part.place for part in local if part.place is not None]
-    if len(outputs) == len(local):
-        return outputs, None
-    shared = np.empty(len(local[0].values), local[0].values.dtype)
-    return [*outputs, shared], shared
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The common properties of all operations of one signature, worked out once.
@@ -310,7 +279,7 @@ def collective_exchange(
 
     Args:
         local: parts of the local members, in rank order.
-        outputs: where they want a broadcast tensor, from `outputs_of`.
+        outputs: where they want a broadcast tensor, from `operations.executor.outputs_of`.
         rows: first dimension of every member's tensor.
         splits: for alltoall, every member's splits. In a group, what concerns it is known here.
 

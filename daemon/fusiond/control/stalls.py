@@ -28,7 +28,7 @@ from fusiond.control.waiting import (
 from fusiond.core.deadlines import Deadlines
 from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Operation
+from fusiond.operations.operation import Operation
 from fusiond.operations.outcomes import Outcomes
 from fusiond.shards import ParameterService
 from fusiond.shards.timeouts import key_of

@@ -20,7 +20,7 @@ class Effects(Protocol):
     def to_node(self, node: int, message: wire.PeerMessage, /) -> None:
         """Sends a control message to a peer, if it can be reached."""
 
-    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int, /) -> bool:
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, /, urgency: int) -> bool:
         """Sends a chunk, the sooner the less its urgency is; returns whether its payload is borrowed until credit
         for it comes."""
 

@@ -15,7 +15,8 @@ from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import DIRECT_KINDS
 from fusiond.core.errors import RequestError
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Executor, Operation
+from fusiond.operations.executor import Executor
+from fusiond.operations.operation import Operation
 from fusiond.operations.outcomes import Outcomes
 from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.shards import ParameterService

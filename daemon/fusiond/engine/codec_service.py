@@ -17,7 +17,7 @@ from fusiond.collectives.base import Array
 from fusiond.core.dispatch import Handlers
 from fusiond.core.effects import Effects
 from fusiond.core.result import Result
-from fusiond.operations.executor import Operation
+from fusiond.operations.operation import Operation
 from fusiond.shards import ParameterService
 
 

@@ -22,10 +22,12 @@ from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
+from fusiond.core.tracing import about_key
 from fusiond.engine.agreement import Agreement
 from fusiond.engine.codec_service import CodecService
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Executor, Operation
+from fusiond.operations.executor import Executor
+from fusiond.operations.operation import Operation
 from fusiond.operations.outcomes import Outcomes
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
@@ -236,7 +238,8 @@ class Exchanges:
         """Returns the operation under this key; a new one if there is none."""
         operation = self._operations.get(key)
         if operation is None:
-            operation = self._operations[key] = Operation(key, members, self._context.outside.clock())
+            now = self._context.outside.clock()
+            operation = self._operations[key] = Operation(key, members, now, now, about_key(key))
         return operation
 
     def advance(self, operation: Operation) -> None:

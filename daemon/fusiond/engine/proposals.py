@@ -20,7 +20,7 @@ from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Operation
+from fusiond.operations.operation import Operation
 from fusiond.operations.outcomes import Outcomes
 from fusiond.shards import ParameterService
 

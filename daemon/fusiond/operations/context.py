@@ -10,7 +10,7 @@ from fusion_rt.tracing.recorder import NULL, Instrument
 from fusion_rt.wire import OpKey
 from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants
-from fusiond.operations.executor import Operation
+from fusiond.operations.operation import Operation
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
-"""The record of an operation on this node, and the executor that runs it as an `Exchange`. No I/O."""
+"""The executor, which runs an operation as an `Exchange`: its local part, its chunks, and the answers. No I/O."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
@@ -19,116 +21,20 @@ from fusion_rt.wire import OpKey
 from fusiond import algorithms
 from fusiond.algorithms.exchange import Algorithm, Work
 from fusiond.buckets.codec_state import open_bucket
-from fusiond.buckets.plans import UNTUNED, BucketState, PlanState
-from fusiond.buckets.recipes import Recipe, collective_exchange, contributions_of, outputs_of
+from fusiond.buckets.plans import BucketState, PlanState
+from fusiond.buckets.recipes import Recipe, collective_exchange
 from fusiond.buckets.traced_codecs import record_codec
-from fusiond.collectives.base import Array, Exchange, Job, Port, Reducer
+from fusiond.collectives.base import Array, Exchange, Job, Reducer
 from fusiond.collectives.cost import CostModel
 from fusiond.core.contribution import Contribution
 from fusiond.core.effects import Effects
-from fusiond.core.participants import Members
+from fusiond.core.errors import RequestError
 from fusiond.core.result import Result
-from fusiond.core.tracing import About, about_key, recorded_jobs
+from fusiond.core.tracing import recorded_jobs
+from fusiond.operations.operation import Operation
 from fusiond.operations.staging import Scratch, Staging
 from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
 from fusiond.transport.flow_control import FlowPort
-
-
-@dataclass(slots=True)
-class Operation:
-    """One operation under way on this node.
-
-    Attributes:
-        since: when it last made progress (s); `begun`: when it began here.
-        about: it, as records have it.
-        parts: of the local members, by rank.
-        recipe: of the first part that came; None for a planned bucket.
-        planned: the plan and the bucket that it is of, once the plan is active here; None for a tensor outside a plan.
-        asked: the coordinator has been asked.
-        digest: of the signature that goes into its chunks.
-        peers_digest: the one that came from peers, when nothing has come from local members.
-        shared: the result that goes to workers in messages.
-        answer: what workers are told about an operation without data.
-        early: chunks that came before it could start, with their sender's node; `early_from`: how many of each node.
-        disputed: it cannot start here: submissions or a peer's data do not fit.
-        heard: when a chunk last came from a node (s).
-        taking: the exchange is taking a chunk; `over`: with that one it has finished.
-        working: the kernel pool has jobs of it.
-        seconds: time-out that a local member has set, the shortest; 0: none. `until`: when it is up (s).
-        failed: is called when it has failed, and its jobs have ended.
-        is_here: nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in.
-        staging: the scratch memory that stands in for workers' own memory, if any does.
-    """
-
-    key: OpKey
-    members: Members
-    since: float
-    begun: float = field(init=False)
-    about: About = field(init=False)
-    parts: dict[int, Contribution] = field(default_factory=dict)
-    recipe: Recipe | None = None
-    planned: tuple[PlanState, BucketState] | None = None
-    asked: bool = False
-    digest: int = 0
-    peers_digest: int = 0
-    exchange: Exchange | None = None
-    port: FlowPort | None = None
-    started: bool = False
-    shared: Array | None = None
-    answer: tuple[int, ...] = ()
-    early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
-    early_from: Counter[int] = field(default_factory=Counter)
-    disputed: bool = False
-    heard: dict[int, float] = field(default_factory=dict)
-    taking: bool = False
-    over: bool = False
-    working: bool = False
-    seconds: float = 0.0
-    until: float = math.inf
-    failed: Callable[[], None] = lambda: None
-    dropped: bool = False
-    is_here: bool = True
-    staging: Staging | None = None
-
-    def __post_init__(self) -> None:
-        self.begun = self.since
-        self.about = about_key(self.key)
-
-    @property
-    def kind(self) -> str:
-        """The collective; as far as it is known here."""
-        return "allreduce" if self.recipe is None else self.recipe.signature.kind
-
-    @property
-    def tuning(self) -> wire.Tuning:
-        """The tuning of its plan, if it has one."""
-        return UNTUNED if self.planned is None else self.planned[0].tuning
-
-    @property
-    def urgency(self) -> int:
-        """The urgency for the local member that needs it soonest."""
-        return min((part.urgency for part in self.parts.values()), default=0)
-
-    @property
-    def what(self) -> str:
-        """The operation, as it is named in messages to people."""
-        return self.key.in_words
-
-    def traffic(self, node: int, now: float) -> tuple[wire.Traffic, ...]:
-        """Returns what has gone between this node and its peers, once the exchange is there; now in seconds."""
-        if self.port is None:
-            return ()
-        found = []
-        for position, peer in enumerate(self.members.nodes):
-            if peer != node:
-                sent, received, unsent = self.port.traffic(position)
-                received += sum(sender == peer for sender, _, _ in self.early)
-                found.append(wire.Traffic(peer, sent, received, unsent, now - self.heard.get(peer, self.begun)))
-        return tuple(found)
-
-    def local(self) -> list[Contribution]:
-        """Returns the parts that local members have submitted, in order of local_rank."""
-        return [self.parts[rank] for rank in self.members.local if rank in self.parts]
 
 
 class Executor:
@@ -183,6 +89,7 @@ class Executor:
         self.cost, self.route, self.links = cost, route, links
         most = self._settings.chunk_bytes
         self._chunk_bytes, self._whole_nbytes = cost.chunk_bytes(most), route.chunk_bytes(most)
+        self._has_order = bool(links) and self._settings.ring_order == "measured"
 
     def start_tensor(
         self, operation: Operation, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]
@@ -194,24 +101,18 @@ class Executor:
         """
         if recipe.signature.kind == "allreduce":
             codec = open_bucket(recipe.codec, recipe.layout, len(operation.members.nodes))
-            tuning = wire.Tuning()
-            self._reduce(
-                operation, self._all_reduce, recipe.reducer, codec, recipe.layout.elements, recipe.parts, tuning
-            )
+            self._reduce(operation, self._all_reduce, recipe.reducer, codec, recipe.parts)
             return
         local = operation.local() or [nothing(recipe.reducer, recipe.layout.elements)]
         if not operation.is_here and len(operation.members.nodes) > 1:
             root = operation.members.set.ranks.index(recipe.signature.root) if operation.kind == "broadcast" else None
             local = self._stage(operation).parts(local, root)
         outputs, operation.shared = outputs_of(local)
-        topology = self._topology
         reduces = recipe.signature.kind in ("reducescatter", "reduce")
         compiles = self._kernels_for(recipe.reducer, recipe.layout.elements) if reduces else None
-        self._start(
-            operation,
-            lambda port: collective_exchange(port, recipe, topology, local, outputs, rows, splits),
-            compiles=compiles,
-        )
+        port = self._open(operation)
+        operation.exchange = collective_exchange(port, recipe, self._topology, local, outputs, rows, splits)
+        self._run(operation, operation.exchange, port, compiles)
 
     def start_bucket(self, operation: Operation, state: PlanState, bucket: BucketState) -> None:
         """Starts the operation of a planned bucket.
@@ -220,10 +121,7 @@ class Executor:
             RequestError: the local members do not agree about who submits what.
         """
         assert isinstance(state.algorithm, Algorithm)  # one with homes has no exchanges
-        tuning = state.plan.tuning or wire.Tuning()
-        self._reduce(
-            operation, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts, tuning
-        )
+        self._reduce(operation, state.algorithm, bucket.reducer, bucket.codec, bucket.parts)
 
     def can_reduce_at_once(self, operation: Operation, recipe: Recipe) -> bool:
         """Returns whether a small all-reduce needs no thread: no kernel has to be compiled, and all of it is here."""
@@ -249,40 +147,49 @@ class Executor:
         algorithm: Algorithm,
         reducer: Reducer,
         codec: BucketCodec,
-        elements: int,
         parts: Sequence[tuple[int, int]],
-        tuning: wire.Tuning,
     ) -> None:
+        """Starts an all-reduce, in the way of an algorithm. `parts`: of the tensors in it."""
+        elements, tuning, settings = codec.layout.elements, operation.tuning, self._settings
         local = operation.local()
         if not local:
             reducer = replace(reducer, prescale=1.0)  # nothing, scaled, would not be nothing in a product
             local = [nothing(reducer, elements)]
         outputs, operation.shared = outputs_of(local)
-        contributions, prescaled = contributions_of(local)
-        if prescaled:
-            reducer = replace(reducer, prescale=1.0)
-        sources = [part.values for part in contributions]
+        if any(part.share for part in local):
+            local, reducer = [_combined(local)], replace(reducer, prescale=1.0)
+        sources = [part.values for part in local]
         if not operation.is_here and (len(operation.members.nodes) > 1 or reducer.op == "adasum"):
-            threads = tuning.threads or self._settings.kernel_threads
+            threads = tuning.threads or settings.kernel_threads
             reducer, sources, outputs = self._stage(operation).reduction(reducer, sources, outputs, threads)
-        selected = contributions[0].selected if len(contributions) == 1 else None
-        factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
+        first = self._rescaling(operation, codec) if codec.codec.stateful else None
         if not codec.lossless:  # else it does next to nothing
             record_codec(codec, self._trace, operation.about)
-        first = partial(codec.scale_residual, factors) if factors else None  # a job that comes before all others
-        sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
-        ordered = self.links and self._settings.ring_order == "measured"
-        order = self._order(tuple(operation.members.nodes)) if ordered else ()
-        whole = self._settings.chunk_bytes if dense == "doubling" else self._whole_nbytes
-
-        def exchange(port: Port) -> Exchange:
-            work = Work(
-                port, reducer, codec, self.route, sources, outputs, parts, sparse, dense, whole, selected, order
+        dense = tuning.exchange or settings.dense_route
+        port = self._open(operation)
+        operation.exchange = algorithm.exchange(
+            Work(
+                port,
+                reducer,
+                codec,
+                self.route,
+                sources,
+                outputs,
+                parts,
+                settings.sparse_route,
+                dense,
+                settings.chunk_bytes if dense == "doubling" else self._whole_nbytes,
+                local[0].selected if len(local) == 1 else None,
+                self._order(tuple(operation.members.nodes)) if self._has_order else (),
             )
-            return algorithm.exchange(work)
+        )
+        self._run(operation, operation.exchange, port, self._kernels_for(reducer, elements), first)
 
-        compiles = self._kernels_for(reducer, elements)
-        self._start(operation, exchange, first, compiles, tuning)
+    @staticmethod
+    def _rescaling(operation: Operation, codec: BucketCodec) -> Job | None:
+        """Returns a job that scales a codec's residual as the workers ask for, if they do."""
+        factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
+        return partial(codec.scale_residual, factors) if factors else None
 
     def _order(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the positions of nodes in the order in which a ring visits them; the same on all of them."""
@@ -301,24 +208,10 @@ class Executor:
         self._kernels.add(reducer.dtype.name)
         return None
 
-    def _start(
-        self,
-        operation: Operation,
-        make: Callable[[Port], Exchange],
-        first: Job | None = None,
-        compiles: Job | None = None,
-        tuning: wire.Tuning | None = None,
-    ) -> None:
-        """Makes the operation's exchange, does the local part of it, and starts it. What `make` raises, this raises.
-
-        Args:
-            first: is done before the local part.
-            compiles: is done before that, and never by the event loop: it would send no heartbeats meanwhile.
-            tuning: of its plan.
-        """
-        settings, tuning = self._settings, tuning or wire.Tuning()
-        chunk_bytes, window_bytes = self.limits(tuning)
-        urgency = operation.urgency
+    def _open(self, operation: Operation) -> FlowPort:
+        """Opens the way of an operation to the other nodes: from now on it runs."""
+        chunk_bytes, window_bytes = self.limits(operation.tuning)
+        parts = operation.parts.values()
         operation.port = FlowPort(
             operation.key,
             operation.digest,
@@ -326,27 +219,45 @@ class Executor:
             self._node,
             chunk_bytes,
             window_bytes,
-            lambda node, chunk, payload: self._outside.send_chunk(node, chunk, payload, urgency),
+            partial(self._outside.send_chunk, urgency=min([part.urgency for part in parts], default=0)),
             lambda node, chunks: self._outside.to_node(node, wire.Credit(operation.key, chunks)),
-            lambda: self._exchange_finished(operation),
+            partial(self._exchange_finished, operation),
             self._trace,
         )
         what = operation.about
-        size = next((part.values.nbytes for part in operation.parts.values()), 0)
+        size = next((part.values.nbytes for part in parts), 0)
         self._trace.record(Kind.RUN_BEGIN, what.name, size, what.clock, what.plan)
-        operation.exchange = make(operation.port)
-        operation.port.lends = operation.exchange.lends
-        nbytes: float = operation.exchange.local_nbytes if operation.is_here else math.inf
+        return operation.port
+
+    def _run(
+        self,
+        operation: Operation,
+        exchange: Exchange,
+        port: FlowPort,
+        compiles: Job | None = None,
+        first: Job | None = None,
+    ) -> None:
+        """Does the local part of an operation's exchange, and starts it.
+
+        Args:
+            compiles: is done before all else, and never by the event loop: it would send no heartbeats meanwhile.
+            first: is done before the local part.
+        """
+        port.lends = exchange.lends
+        nbytes: float = exchange.local_nbytes if operation.is_here else math.inf
         small = nbytes <= INLINE_WORK
-        jobs = operation.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
-        jobs = recorded_jobs(jobs, self._trace, what, operation.exchange.local_nbytes)
+        jobs = exchange.jobs(1 if small else operation.tuning.threads or self._settings.kernel_threads)
+        if jobs:
+            jobs = recorded_jobs(jobs, self._trace, operation.about, exchange.local_nbytes)
         before = [job for job in (compiles, first) if job is not None]
         if compiles is not None or (before and jobs and not small) or operation.staging is not None:
             self._do_in_stages(operation, before, jobs, nbytes)
-            return
-        operation.working = bool(jobs) and not small
-        nbytes = nbytes if jobs else 0  # else there is at most a residual to be scaled
-        self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
+        elif before or jobs:
+            operation.working = bool(jobs) and not small
+            nbytes = nbytes if jobs else 0  # else there is only a residual to be scaled
+            self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
+        else:
+            self._begin(operation, exchange)
 
     def _stage(self, operation: Operation) -> Staging:
         operation.staging = Staging(self._scratch)
@@ -369,48 +280,52 @@ class Executor:
         else:
             self._jobs_done(operation, error)
 
-    def receive(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        """Gives the exchange of an operation that has started a chunk."""
-        try:
-            self._receive(operation, node, chunk, payload)
-        except Exception as error:
-            self._failed(operation, error)
-
     def _jobs_done(self, operation: Operation, error: BaseException | None) -> None:
         operation.working = False
+        assert operation.exchange is not None
         if self._operations.get(operation.key) is not operation:  # it has failed in the meantime
-            assert operation.exchange is not None
             operation.exchange.abandon(operation.dropped)
             operation.failed()
-            return
-        if error is not None:
+        elif error is not None:
             self._failed(operation, error)
-            return
+        else:
+            self._begin(operation, operation.exchange)
+
+    def _begin(self, operation: Operation, exchange: Exchange) -> None:
+        """The local part is done: the exchange starts, and takes the chunks that have come before."""
         operation.started = True
         operation.since = self._outside.clock()
         try:
-            assert operation.exchange is not None
-            operation.exchange.start()
-            while operation.early and self._operations.get(operation.key) is operation:
-                self._receive(operation, *operation.early.popleft())
-        except Exception as failure:
-            self._failed(operation, failure)
+            exchange.start()
+        except Exception as error:
+            self._failed(operation, error)
+            return
+        while operation.early and self.receive(operation, *operation.early.popleft()):
+            pass
 
-    def _receive(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+    def receive(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> bool:
+        """Gives the exchange of an operation that has started a chunk. Returns whether it goes on then: it has neither
+        finished nor failed."""
         assert operation.exchange is not None
         assert operation.port is not None
         operation.since = operation.heard[node] = self._outside.clock()
         position = operation.members.nodes.index(node)
         name, clock, plan = operation.about
-        self._trace.record(Kind.REDUCE_BEGIN, name, len(payload), clock, plan, 0, node)
+        nbytes = len(payload)
+        self._trace.record(Kind.REDUCE_BEGIN, name, nbytes, clock, plan, 0, node)
         operation.taking = True
-        operation.exchange.receive(position, chunk, payload)
-        operation.taking = False
-        self._trace.record(Kind.REDUCE_END, name, len(payload), clock, plan, 0, node)
-        self._trace.record(Kind.TAKEN, name, len(payload), clock, plan, 0, node)
-        operation.port.consumed(position, len(payload))
-        if operation.over:
-            self._exchange_finished(operation)
+        try:
+            operation.exchange.receive(position, chunk, payload)
+            operation.taking = False
+            self._trace.record(Kind.REDUCE_END, name, nbytes, clock, plan, 0, node)
+            self._trace.record(Kind.TAKEN, name, nbytes, clock, plan, 0, node)
+            operation.port.consumed(position, nbytes)
+            if operation.over:
+                self._exchange_finished(operation)
+        except Exception as error:
+            self._failed(operation, error)
+            return False
+        return self._operations.get(operation.key) is operation
 
     def _exchange_finished(self, operation: Operation) -> None:
         if operation.taking:  # workers are answered when it is recorded that the last chunk was taken
@@ -420,9 +335,13 @@ class Executor:
             if operation.staging is None:
                 self._deliver(operation, operation.exchange.results)
             else:
-                operation.working = True
-                jobs = operation.staging.writes(self._settings.kernel_threads)
-                self._work.do(operation.key.plan, jobs, math.inf, partial(self._written, operation))
+                self._write(operation, operation.staging)
+
+    def _write(self, operation: Operation, staging: Staging) -> None:
+        """Writes the results into the workers' own memory, where they are in scratch memory."""
+        operation.working = True
+        jobs = staging.writes(self._settings.kernel_threads)
+        self._work.do(operation.key.plan, jobs, math.inf, partial(self._written, operation))
 
     def _written(self, operation: Operation, error: BaseException | None) -> None:
         """The results are in the workers' own memory."""
@@ -442,15 +361,24 @@ class Executor:
         del self._operations[operation.key]
         name, clock, plan = operation.about
         self._trace.record(Kind.RUN_END, name, 0, clock, plan)
-        inline = None if operation.shared is None else operation.shared.tobytes()
+        if results:
+            self._answer_each(operation, results)
+        else:
+            inline = None if operation.shared is None else operation.shared.tobytes()
+            for rank in operation.members.local:
+                if part := operation.parts.get(rank):
+                    self._trace.record(Kind.ANSWERED, name, 0, clock, plan, 0, rank)
+                    done = wire.Done(part.handle, inline if part.place is None else None, operation.answer)
+                    self._outside.to_worker(rank, done)
+        self._delivered(operation)
+
+    def _answer_each(self, operation: Operation, results: Sequence[Result]) -> None:
+        """Gives workers results that do not lie where the inputs lay: to each its own, or to all the only one."""
+        name, clock, plan = operation.about
         ranks = [rank for rank in operation.members.local if rank in operation.parts]
         for index, rank in enumerate(ranks):
             part = operation.parts[rank]
             self._trace.record(Kind.ANSWERED, name, 0, clock, plan, 0, rank)
-            if not results:
-                done = wire.Done(part.handle, inline if part.place is None else None, operation.answer)
-                self._outside.to_worker(rank, done)
-                continue
             result = results[index if len(results) > 1 else 0]
             small = None if result.segment or part.place is not None else result.array.tobytes()
             nbytes = result.segment.nbytes if result.segment else 0
@@ -458,7 +386,35 @@ class Executor:
         for result in results:
             if result.segment is not None:
                 result.segment.close()
-        self._delivered(operation)
+
+
+def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None]:
+    """Returns where an operation with one result for all writes it, for its local parts.
+
+    Returns: the distinct arrays, the places in workers' memory first; and the one that serves all inline parts, if any.
+    """
+    outputs = [part.place for part in local if part.place is not None]
+    if len(outputs) == len(local):
+        return outputs, None
+    shared = np.empty(len(local[0].values), local[0].values.dtype)
+    return [*outputs, shared], shared
+
+
+def _combined(local: Sequence[Contribution]) -> Contribution:
+    """Returns the node's contribution, which its ranks have combined among themselves, prescaled.
+
+    Raises:
+        RequestError: they do not agree about who submits it.
+    """
+    shares = [part.share for part in local]
+    if all(share == wire.ELSEWHERE for share in shares):
+        raise RequestError(f"of {len(local)} ranks of a node, none has what they could not combine among themselves")
+    if shares.count(wire.OF_NODE) != 1 or wire.OWN in shares:
+        raise RequestError(
+            f"of {len(local)} ranks of a node, {shares.count(wire.OWN)} submit their own contribution, "
+            f"{shares.count(wire.OF_NODE)} those of all, and {shares.count(wire.ELSEWHERE)} rely on another rank"
+        )
+    return local[shares.index(wire.OF_NODE)]
 
 
 def nothing(reducer: Reducer, elements: int) -> Contribution:

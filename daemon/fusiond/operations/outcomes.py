@@ -15,7 +15,7 @@ from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Operation
+from fusiond.operations.operation import Operation
 
 _HANDED_OVER = 256  # the latest of them that the coordinator of a new view is told
 _REMEMBERED = 1024  # failed operations kept so that late submissions and chunks meet the same error
