@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -87,6 +87,7 @@ def reduce(
     run(_UNUSED, _UNUSED, request)
 
 
+@lru_cache  # the same few in every step
 def check_reduction(
     op: str, dtype: DType, sources: int, outputs: int, prescale: float, postscale: float, divisor: int
 ) -> int | None:

@@ -87,7 +87,7 @@ def figures(
         staleness.mean,
         tuple(
             wire.RankFigures(rank, progress.steps, progress.parts, progress.late)
-            for rank, progress in engine.progress.ranks.items()
+            for rank, progress in engine.progress.items()
         ),
         () if mesh is None else mesh.figures(),
     )

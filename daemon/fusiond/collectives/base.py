@@ -1,4 +1,4 @@
-"""The parts of every collective: the `Exchange` interface, its `Port` to the other nodes, and the `Reducer`.
+"""The parts of every collective: the `Exchange` interface, its `Port` to other nodes, the `Reducer`, and local jobs.
 
 An exchange runs one operation on one node. The engine runs its `jobs` (the node's local part: workers reduced through
 shared memory), calls `start`, and then `receive` for every chunk a peer sends; the exchange acts through its port and
@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -108,12 +109,12 @@ class Reducer:
     postscale: float = 1.0
     divisor: int = 1
 
-    @property
+    @cached_property
     def widens(self) -> bool:
         """True if partial results are wider than elements."""
         return self.divisor != 1 and not self.dtype.is_floating and self.dtype.itemsize < _INT64.itemsize
 
-    @property
+    @cached_property
     def partial(self) -> DType:
         """The element type of partial results."""
         return _INT64 if self.widens else self.dtype
@@ -189,6 +190,50 @@ class Reducer:
             total = total / divisor  # anew, because an output may be the source
         for output in outputs:
             output[:] = total
+
+
+def local_jobs(reducer: Reducer, sources: Sequence[Operand], target: Array, threads: int) -> Sequence[Job]:
+    """Returns jobs that leave this node's contribution in `target`; none when it is there already."""
+    if len(sources) == 1 and sources[0] is target and reducer.prescale == 1.0:
+        return ()
+    if threads == 1:
+        return [lambda: reducer.local(sources, target)]
+    return split_jobs(
+        lambda low, high: reducer.local([source[low:high] for source in sources], target[low:high]),
+        len(target),
+        threads,
+        reducer.dtype.itemsize,
+    )
+
+
+def split_jobs(work: Callable[[int, int], None], length: int, threads: int, itemsize: int) -> list[Job]:
+    """Returns jobs that call `work(low, high)` for ranges that together are all of `length` elements."""
+
+    def job(low: int, high: int) -> Job:
+        return lambda: work(low, high)
+
+    return [job(low, high) for low, high in cpu.split(length, threads, itemsize)]
+
+
+def shared_jobs(pieces: Sequence[tuple[Callable[[int, int], None], int, int]], threads: int) -> list[Job]:
+    """Returns at most `threads` jobs, each of which does a part of every piece of work.
+
+    Args:
+        pieces: functions to be called with ranges, the length that these add up to, and the bytes of an element.
+    """
+    shares: list[list[Job]] = [[] for _ in range(threads)]
+    for work, length, itemsize in pieces:
+        for share, job in zip(shares, split_jobs(work, length, threads, itemsize), strict=False):
+            share.append(job)
+
+    def all_of(share: Sequence[Job]) -> Job:
+        def do() -> None:
+            for job in share:
+                job()
+
+        return do
+
+    return [all_of(share) for share in shares if share]
 
 
 def of_partials(reducer: Reducer, codec: BucketCodec) -> BucketCodec:

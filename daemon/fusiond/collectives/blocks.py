@@ -13,17 +13,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.kernels import ordinary
-from fusiond.collectives.base import (
-    Array,
-    Exchange,
-    ExchangeError,
-    Job,
-    Once,
-    Port,
-    chunk_starts,
-    raw,
-)
-from fusiond.collectives.one_node import shared_jobs
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, chunk_starts, raw, shared_jobs
 from fusiond.core.result import Result
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.kernels import ordinary
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, chunk_starts, raw
-from fusiond.collectives.one_node import split_jobs
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, chunk_starts, raw, split_jobs
 
 
 def tree(position: int, root: int, nodes: int, chain: bool) -> tuple[int, list[int]]:

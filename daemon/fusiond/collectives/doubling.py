@@ -17,8 +17,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, Reducer, of_partials
-from fusiond.collectives.one_node import local_jobs
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, local_jobs, of_partials
 
 _FOLD = 0
 _UNFOLD = 255  # hop of the result on its way back; rounds are hops 1 to log2 N
@@ -51,7 +50,6 @@ class Doubling(Exchange):
         self._partner = {hop: position ^ (1 << (hop - 1)) for hop in range(1, power + 1)}
         self._partner[_FOLD] = position + self._pairs
         self._partner[_UNFOLD] = position - self._pairs
-        self._once = Once(len(self._awaited))
 
     def jobs(self, threads: int) -> Sequence[Job]:
         return local_jobs(self._reducer, self._sources, self._value, threads)
@@ -66,7 +64,8 @@ class Doubling(Exchange):
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
         if chunk.hop not in self._awaited or position != self._partner[chunk.hop] or chunk.part or chunk.start:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
-        self._once.note(chunk)
+        if chunk.hop in self._early:
+            raise ExchangeError(f"chunk {chunk.hop} of {chunk.key.name!r} came twice")
         self._early[chunk.hop] = payload
         self._advance()
 

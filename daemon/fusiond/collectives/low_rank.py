@@ -9,8 +9,7 @@ from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.error_feedback import F32
 from fusion_rt.codecs.factoring import FactoringBucketCodec
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, spoil
-from fusiond.collectives.one_node import local_jobs
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, local_jobs, spoil
 
 _PARTS = 1 << 20  # more than an all-reduce has; those of the second begin here
 MakeExchange = Callable[[Port, Reducer, BucketCodec, Array], Exchange]

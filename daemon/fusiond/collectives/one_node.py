@@ -1,57 +1,12 @@
-"""The node's own part of a reduction: its workers' arenas, block by block, on several threads."""
+"""All-reduce between the workers of one node: their arenas, block by block, on several threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fusion_rt import wire
-from fusion_rt.kernels import cpu
 from fusion_rt.kernels.ordinary import Operand
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer
-
-
-def local_jobs(reducer: Reducer, sources: Sequence[Operand], target: Array, threads: int) -> Sequence[Job]:
-    """Returns jobs that leave this node's contribution in `target`; none when it is there already."""
-    if len(sources) == 1 and sources[0] is target and reducer.prescale == 1.0:
-        return ()
-    if threads == 1:
-        return [lambda: reducer.local(sources, target)]
-    return split_jobs(
-        lambda low, high: reducer.local([source[low:high] for source in sources], target[low:high]),
-        len(target),
-        threads,
-        reducer.dtype.itemsize,
-    )
-
-
-def split_jobs(work: Callable[[int, int], None], length: int, threads: int, itemsize: int) -> list[Job]:
-    """Returns jobs that call `work(low, high)` for ranges that together are all of `length` elements."""
-
-    def job(low: int, high: int) -> Job:
-        return lambda: work(low, high)
-
-    return [job(low, high) for low, high in cpu.split(length, threads, itemsize)]
-
-
-def shared_jobs(pieces: Sequence[tuple[Callable[[int, int], None], int, int]], threads: int) -> list[Job]:
-    """Returns at most `threads` jobs, each of which does a part of every piece of work.
-
-    Args:
-        pieces: functions to be called with ranges, the length that these add up to, and the bytes of an element.
-    """
-    shares: list[list[Job]] = [[] for _ in range(threads)]
-    for work, length, itemsize in pieces:
-        for share, job in zip(shares, split_jobs(work, length, threads, itemsize), strict=False):
-            share.append(job)
-
-    def all_of(share: Sequence[Job]) -> Job:
-        def do() -> None:
-            for job in share:
-                job()
-
-        return do
-
-    return [all_of(share) for share in shares if share]
+from fusiond.collectives.base import Exchange, ExchangeError, Job, Port, Reducer, split_jobs
 
 
 class OneNode(Exchange):

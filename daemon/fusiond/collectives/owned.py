@@ -29,8 +29,7 @@ from fusion_rt import wire
 from fusion_rt.codecs.base import CodecError
 from fusion_rt.codecs.summing import Portion, SummingBucketCodec
 from fusiond.collectives import pieces, ranges
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, spoil
-from fusiond.collectives.one_node import local_jobs
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, local_jobs, spoil
 from fusiond.core.contribution import WorkerSelection
 
 _TAG = struct.Struct("<I")  # begins every payload: of the step and the ranges that its sender is at

@@ -28,9 +28,9 @@ from fusiond.collectives.base import (
     Port,
     Reducer,
     chunk_starts,
+    local_jobs,
     of_partials,
 )
-from fusiond.collectives.one_node import local_jobs
 
 
 class Ring(Exchange):

@@ -24,8 +24,8 @@ from fusiond.collectives.base import (
     Reducer,
     chunk_starts,
     of_partials,
+    shared_jobs,
 )
-from fusiond.collectives.one_node import shared_jobs
 from fusiond.core.result import Result
 
 

@@ -84,16 +84,14 @@ class Engine:
         self.participants.lost_nodes.update(absent)
         self._outside = outside
         self._epoch = epoch
-        self.progress = Progress(topology.ranks[node])
+        self.progress = {rank: Progress() for rank in topology.ranks[node]}
         context = Context(topology, node, settings, outside, self.participants, trace=trace)
         self._trace = trace
         self._operations = context.operations
         self._outcomes = Outcomes(context, on_job_failed, self._one_less)
         self._work = ThreadWork(outside.run_jobs)
         self._plans = Plans(Team(settings.kernel_threads), memory)
-        self.homes = ParameterService(
-            context, self._work, self.progress, epoch, self._outcomes.home_failed, self._operations_of
-        )
+        self.homes = ParameterService(context, self._work, epoch, self._outcomes.home_failed, self._operations_of)
         self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
         self.codecs = CodecService(
             self._plans,
@@ -225,6 +223,9 @@ class Engine:
         """A worker's part of a planned bucket is in the arena."""
         state, bucket, part = self._plans.part(rank, ready)
         self._trace.record(Kind.READY, f"bucket {ready.bucket}", part.values.nbytes, ready.clock, ready.plan, peer=rank)
+        progress = self.progress[rank]
+        progress.steps += not ready.bucket
+        progress.parts += 1
         route: Route = self.homes if state.at_homes else self._exchanges
         route.post(rank, state, bucket, part)
 

@@ -6,7 +6,7 @@ is known, and then run as an `Exchange` (`operations.executor`). Chunks of peers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -94,7 +94,7 @@ class Exchanges:
         codecs: CodecService,
         coordination: Coordination,
         outcomes: Outcomes,
-        progress: Progress,
+        progress: Mapping[int, Progress],
         epoch: int,
         joined: Callable[[int], None],
         disagree: Callable[[Operation], None],
@@ -216,7 +216,7 @@ class Exchanges:
         if rank in operation.parts:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.name} of plan {state.plan.id}")
         operation.planned = state, bucket
-        self._progress.ready(rank, bucket.bucket.index, self._context.outside.clock() - operation.begun)
+        self._progress[rank].late += self._context.outside.clock() - operation.begun
         operation.parts[rank] = part
         self.advance(operation)
         if self._homes.occupied.plans:

@@ -16,8 +16,7 @@ import numpy as np
 
 from fusion_rt.kernels import ordinary
 from fusion_rt.kernels.ordinary import Operand, Remote, are_same
-from fusiond.collectives.base import Array, Job, Reducer
-from fusiond.collectives.one_node import local_jobs, split_jobs
+from fusiond.collectives.base import Array, Job, Reducer, local_jobs, split_jobs
 from fusiond.core.contribution import Contribution
 
 _HUGE_PAGE = 2 * 1024 * 1024  # bytes

@@ -12,7 +12,6 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.operations.context import Context
-from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
 from fusiond.shards.message_codecs import MessageCodecs
@@ -33,7 +32,7 @@ class ParameterService:
         waits: what local ranks wait for at homes, and what the homes here wait for.
 
     Args:
-        context, work, progress: the engine's.
+        context, work: the engine's.
         epoch: the membership epoch.
         failed: called with an exception when something cannot be gone on with.
         operations: see `Occupied`.
@@ -43,14 +42,12 @@ class ParameterService:
         self,
         context: Context,
         work: ThreadWork,
-        progress: Progress,
         epoch: int,
         failed: Callable[[BaseException], None],
         operations: Operations,
     ) -> None:
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been active
-        self._progress = progress
         self._here = ThisNode(
             context.topology, context.node, context.settings, context.outside, epoch, work, failed, context.trace
         )
@@ -122,7 +119,6 @@ class ParameterService:
             RequestError: no worker of ours would post that.
         """
         index = bucket.bucket.index
-        self._progress.ready(rank, index)
         if self._here.failure:
             self._here.outside.to_worker(rank, wire.Failed(posted.handle, self._here.failure))
             return

@@ -264,23 +264,29 @@ class Sending:
         """True if more waits than a peer that takes its messages lets wait."""
         return self._waiting > MOST_MESSAGES or self._copied > MOST_BYTES
 
-    def send(self, urgency: int, body: bytes, payload: bytes | memoryview, borrowed: bool, about: Any = None) -> None:
-        """Sends a message, now or when it is its turn; `borrowed`: the payload's memory is somebody else's."""
+    def send(self, urgency: int, body: bytes, payload: bytes | memoryview, borrowed: bool, about: Any = None) -> bool:
+        """Sends a message, now or when it is its turn; returns whether it has left. `borrowed`: the payload's memory is
+        somebody else's."""
         self._numbers += 1
         if not self._waiting and (link := self._link_for(_SERIAL.size + len(body) + len(payload))) is not None:
             self._post(link, body, payload, borrowed, about)
-            return
-        message = _Message(self._numbers, body, payload, borrowed, about)
+            return True
+        return self._queue(urgency, _Message(self._numbers, body, payload, borrowed, about))
+
+    def _queue(self, urgency: int, message: _Message) -> bool:
+        """Lets a message wait for its turn, which may be now; returns whether it has left."""
         heapq.heappush(self._by_urgency, (urgency, message.number, message))
         self._by_age.append(message)
         self._waiting += 1
         self.nbytes += message.nbytes
         self._copied += message.copied
         self.go_on()
+        return message.gone
 
     def go_on(self) -> None:
         """Sends what may leave now. To be called when a connection stands, or something was acknowledged."""
-        self._send_waiting()
+        if self._waiting:
+            self._send_waiting()
         while self._after and self._is_received(self._after[0]):
             self._after.popleft().then()
 

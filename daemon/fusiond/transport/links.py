@@ -125,8 +125,7 @@ class Link:
     def post(self, frame: bytes, payload: bytes | memoryview | None = None, borrowed: bool = False) -> None:
         """Sends a message that has to arrive: now, or when the link stands again."""
         self.out.add(frame, payload, borrowed)
-        if self.stands:
-            self.send(frame, payload)
+        self.send(frame, payload)
 
     def send(self, frame: bytes, payload: bytes | memoryview | None = None) -> None:
         """Sends a message that need not arrive, if the link stands."""

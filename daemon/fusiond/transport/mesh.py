@@ -274,9 +274,8 @@ class Mesh:
             return False
         nbytes, what = len(payload), about(message)
         borrowed = nbytes >= BORROW_FROM
-        waiting, kept = len(peer.sending), payload if borrowed else bytes(payload)
-        peer.sending.send(urgency, wire.encode(message), kept, borrowed, (what, nbytes))
-        if len(peer.sending) > waiting:
+        kept = payload if borrowed else bytes(payload)
+        if not peer.sending.send(urgency, wire.encode(message), kept, borrowed, (what, nbytes)):
             self._trace.record(Kind.QUEUED, what.name, nbytes, what.clock, what.plan, 1, node)
         peer.sent_chunks += 1
         peer.sent_bytes += nbytes

@@ -204,7 +204,7 @@ class Peer:
         heard_on: descriptors of its connections to this node, by number.
         asked_at: `sent` of the last heartbeat to it.
         probed_bytes: of those sent, what measured the link.
-        owed, owed_bytes: received since it was last sent an acknowledgement.
+        owed, owed_bytes: received, with frames, since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
         stride: largest number of connections that it may have in one direction.
         pipe: what may be under way to it, where it is far.
@@ -295,13 +295,6 @@ class Peer:
         if self.links[0].stands:
             self.owed = self.owed_bytes = 0
         return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + wire.encode(message)
-
-    def has_come(self, nbytes: int) -> bool:
-        """Counts a message of that size, with its frames, that has come from it. Returns whether it is to be told so,
-        if no other message tells it."""
-        self.owed += 1
-        self.owed_bytes += nbytes
-        return self.owes_much
 
     @property
     def owes_much(self) -> bool:

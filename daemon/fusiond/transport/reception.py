@@ -84,11 +84,11 @@ class Tokens:
         if holder is None or descriptor < 0:
             self.stale += self.is_stale(token)
             return None
-        if holder.descriptor != descriptor:
-            if holder.descriptor >= 0:
-                self.stale += 1
-                return None
+        if holder.descriptor == -1:
             holder.descriptor = descriptor
+        if holder.descriptor != descriptor:
+            self.stale += 1
+            return None
         return holder
 
     def id_of_new(self, token: bytes) -> int | None:
@@ -317,7 +317,7 @@ class Reception:
             peer.control_from = routing_id
             peer.heard_on[0] = descriptor_of(frame)
             self._control.heard(peer.heard_on[0])
-        if self._is_fenced(peer):
+        if peer.lost and self._is_fenced(peer):
             return
         try:
             data = memoryview(b"".join([frame.buffer, *(each.buffer for each in rest)])) if rest else frame.buffer
@@ -348,7 +348,7 @@ class Reception:
             self.dropped += not self.tokens.is_stale(routing_id)
             return
         peer = self._peers[holder.id]
-        if self._is_fenced(peer):
+        if peer.lost and self._is_fenced(peer):
             return
         try:
             if len(rest) != 1 or len(frame.buffer) > MAX_HEADER:
@@ -372,9 +372,11 @@ class Reception:
     ) -> None:
         """Hands a message that has not come before on; tells the peer that it has come, if no other message does."""
         try:
-            if serial and not peer.incoming[number].accept(serial):
-                return
-            due = serial and peer.has_come(nbytes)
+            if serial:
+                if not peer.incoming[number].accept(serial):
+                    return
+                peer.owed += 1
+                peer.owed_bytes += nbytes
             if isinstance(message, _WITH_PAYLOAD):
                 name, clock, plan = about(message)
                 size = len(payload[0])
@@ -389,14 +391,13 @@ class Reception:
         except WireError as error:
             self._lose(peer.node, str(error))
             return
-        if due and peer.owed:
+        if serial and peer.owes_much:
             peer.mention(wire.Ack())
 
     def _is_fenced(self, peer: Peer) -> bool:
-        """Returns whether a message of that peer is to be dropped; it is counted."""
-        fenced = peer.lost and not peer.leaving  # of one that leaves, these are the last words
-        peer.fenced += fenced
-        return fenced
+        """Returns whether a message of a lost peer is to be dropped; it is counted."""
+        peer.fenced += not peer.leaving
+        return not peer.leaving  # of one that leaves, these are the last words
 
 
 def descriptor_of(frame: zmq.Frame) -> int:

@@ -150,13 +150,28 @@ class Workers:
 
     def send(self, link: WorkerLink, message: wire.DaemonMessage, fd: int = -1) -> None:
         """Sends a message, and a descriptor, which this takes over; what the socket has no room for waits."""
-        packet = packets.Packet(wire.encode(message), fd)
+        data = wire.encode(message)
+        if link.closed or link.outgoing or fd >= 0 or len(data) > wire.MAX_PACKET:
+            self._send_packet(link, packets.Packet(data, fd))
+            return
+        self._sent += 1
+        try:
+            link.sock.send(data)
+        except BlockingIOError:
+            self._queue(link, packets.Packet(data))
+        except OSError:
+            pass  # the worker is gone; reading says so too, and that is where it is dealt with
+
+    def _send_packet(self, link: WorkerLink, packet: packets.Packet) -> None:
+        """Sends a message that is long, or goes with a descriptor, or may have to wait for others."""
         if link.closed:
             packet.close()
             return
         self._sent += 1
-        if not link.outgoing and self._send_now(link, packet):
-            return
+        if link.outgoing or not self._send_now(link, packet):
+            self._queue(link, packet)
+
+    def _queue(self, link: WorkerLink, packet: packets.Packet) -> None:
         link.outgoing.append(packet)
         self._loop.add_writer(link.sock.fileno(), partial(self._flush, link))
 
@@ -244,21 +259,26 @@ class Workers:
     def _dispatch(self, link: WorkerLink, data: bytes, fd: int) -> None:
         try:
             message = wire.decode_worker_message(data)
-            kind = type(message)
-            if link.left and kind is not wire.Hello:
-                raise WireError("a message after Bye")
-            if fd >= 0 and kind not in _WITH_DESCRIPTOR:
-                raise WireError("a descriptor came with a message that takes none")
+            if fd >= 0 or link.rank is None:
+                self._check(link, type(message), fd)
         except WireError:
             if fd >= 0:
                 os.close(fd)
             raise
-        if link.rank is None and kind not in _OF_ANYBODY:
-            raise WireError("the first message has to be Hello")
-        if own := self._own.get(kind):
+        if own := self._own.get(type(message)):
             own(link, message, fd)
         else:
             self._hand_on(link, message)
+
+    @staticmethod
+    def _check(link: WorkerLink, kind: type[Any], fd: int) -> None:
+        """Raises `WireError` unless such a message may come now, with this descriptor."""
+        if link.left and kind is not wire.Hello:
+            raise WireError("a message after Bye")
+        if fd >= 0 and kind not in _WITH_DESCRIPTOR:
+            raise WireError("a descriptor came with a message that takes none")
+        if link.rank is None and kind not in _OF_ANYBODY:
+            raise WireError("the first message has to be Hello")
 
     def _hand_on(self, link: WorkerLink, message: wire.WorkerMessage) -> None:
         (self.events if link.events is None else link.events).handlers[type(message)](link, message)
