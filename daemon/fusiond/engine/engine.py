@@ -88,7 +88,7 @@ class Engine:
         context = Context(topology, node, settings, outside, self.participants, trace=trace)
         self._trace = trace
         self._operations = context.operations
-        self._outcomes = Outcomes(context, on_job_failed, self._one_less)
+        self._outcomes = Outcomes(context, on_job_failed, self._operation_over)
         self._work = ThreadWork(outside.run_jobs)
         self._plans = Plans(Team(settings.kernel_threads), memory)
         self.homes = ParameterService(context, self._work, epoch, self._outcomes.home_failed, self._operations_of)
@@ -403,8 +403,8 @@ class Engine:
     def counts(self) -> tuple[int, int, int]:
         """Operations that are complete here, their bytes, and operations that are not."""
         return (
-            self._exchanges.completed + self.homes.meters.version_lag.count,
-            self._exchanges.completed_bytes,
+            self._outcomes.count + self.homes.meters.version_lag.count,
+            self._outcomes.nbytes,
             len(self._operations),
         )
 
@@ -416,8 +416,8 @@ class Engine:
         """Operations `under_way` and `completed`, their `bytes` on this node, and the active `plans`."""
         return {
             "under_way": len(self._operations),
-            "completed": self._exchanges.completed,
-            "bytes": self._exchanges.completed_bytes,
+            "completed": self._outcomes.count,
+            "bytes": self._outcomes.nbytes,
             "plans": self._plans.statistics(),
             "compression": self._plans.compression(),
             "homes": self.homes.statistics(),
@@ -431,8 +431,10 @@ class Engine:
             "coordination": self._coordination.state(),
         }
 
-    def _one_less(self) -> None:
-        """An operation is over, which others may have waited for."""
+    def _operation_over(self, completed: OpKey | None) -> None:
+        """An operation is over, which others may have waited for; None: it has failed."""
+        if self.homes.occupied.plans and completed is not None:
+            self.homes.operation_completed(wire.mark(completed))
         if self.participants.joined:
             self._agreement.one_less()
         if self.homes.occupied.plans:

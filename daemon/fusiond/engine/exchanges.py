@@ -82,7 +82,6 @@ class Exchanges:
     Attributes:
         agreement: of all nodes on these operations.
         executor: runs them.
-        completed: how many are complete here; `completed_bytes`: of their contributions on this node.
     """
 
     def __init__(
@@ -113,8 +112,6 @@ class Exchanges:
         self._clocks = wire.clock_range(epoch)
         self._joined = joined
         self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
-        self.completed = 0
-        self.completed_bytes = 0
         self.executor = Executor(
             context.topology,
             context.node,
@@ -122,7 +119,7 @@ class Exchanges:
             context.outside,
             work,
             self._operations,
-            self._delivered,
+            outcomes.completed,
             outcomes.operation_failed,
             context.trace,
         )
@@ -447,11 +444,3 @@ class Exchanges:
         for operation in self._operations.values():
             if rank in operation.parts and operation.kind != "join":
                 yield wire.mark(operation.key)
-
-    def _delivered(self, operation: Operation) -> None:
-        """The workers have their results."""
-        self.completed += 1
-        self.completed_bytes += sum(part.values.nbytes for part in operation.parts.values())
-        if self._homes.occupied.plans:
-            self._homes.operation_completed(wire.mark(operation.key))
-        self._outcomes.completed(operation)

@@ -150,46 +150,42 @@ class Executor:
         parts: Sequence[tuple[int, int]],
     ) -> None:
         """Starts an all-reduce, in the way of an algorithm. `parts`: of the tensors in it."""
-        elements, tuning, settings = codec.layout.elements, operation.tuning, self._settings
+        elements, settings = codec.layout.elements, self._settings
         local = operation.local()
         if not local:
             reducer = replace(reducer, prescale=1.0)  # nothing, scaled, would not be nothing in a product
             local = [nothing(reducer, elements)]
         outputs, operation.shared = outputs_of(local)
-        if any(part.share for part in local):
+        if any([part.share for part in local]):
             local, reducer = [_combined(local)], replace(reducer, prescale=1.0)
         sources = [part.values for part in local]
-        if not operation.is_here and (len(operation.members.nodes) > 1 or reducer.op == "adasum"):
-            threads = tuning.threads or settings.kernel_threads
-            reducer, sources, outputs = self._stage(operation).reduction(reducer, sources, outputs, threads)
-        first = self._rescaling(operation, codec) if codec.codec.stateful else None
-        if not codec.lossless:  # else it does next to nothing
-            record_codec(codec, self._trace, operation.about)
-        dense = tuning.exchange or settings.dense_route
+        if not operation.is_here:
+            reducer, sources, outputs = self._staged(operation, reducer, sources, outputs)
+        first = None if codec.lossless else self._prepare_codec(operation, codec)
+        route = operation.tuning.exchange or settings.dense_route
         port = self._open(operation)
-        operation.exchange = algorithm.exchange(
-            Work(
-                port,
-                reducer,
-                codec,
-                self.route,
-                sources,
-                outputs,
-                parts,
-                settings.sparse_route,
-                dense,
-                settings.chunk_bytes if dense == "doubling" else self._whole_nbytes,
-                local[0].selected if len(local) == 1 else None,
-                self._order(tuple(operation.members.nodes)) if self._has_order else (),
-            )
-        )
+        work = Work(
+            port, reducer, codec, self.route, sources, outputs, parts, settings.sparse_route, route,
+            settings.chunk_bytes if route == "doubling" else self._whole_nbytes,
+            local[0].selected if len(local) == 1 else None,
+            self._order(operation.members.nodes) if self._has_order else (),
+        )  # fmt: skip
+        operation.exchange = algorithm.exchange(work)
         self._run(operation, operation.exchange, port, self._kernels_for(reducer, elements), first)
 
-    @staticmethod
-    def _rescaling(operation: Operation, codec: BucketCodec) -> Job | None:
-        """Returns a job that scales a codec's residual as the workers ask for, if they do."""
+    def _prepare_codec(self, operation: Operation, codec: BucketCodec) -> Job | None:
+        """Has a codec that does something recorded. Returns a job that scales its residual, if workers ask for that."""
+        record_codec(codec, self._trace, operation.about)
         factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
         return partial(codec.scale_residual, factors) if factors else None
+
+    def _staged(
+        self, operation: Operation, reducer: Reducer, sources: list[Array], outputs: list[Array]
+    ) -> tuple[Reducer, list[Array], list[Array]]:
+        """Returns the reducer, sources and outputs of an all-reduce that is partly in other processes' memory."""
+        if len(operation.members.nodes) == 1 and reducer.op != "adasum":
+            return reducer, sources, outputs
+        return self._stage(operation).reduction(reducer, sources, outputs, self._settings.kernel_threads)
 
     def _order(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the positions of nodes in the order in which a ring visits them; the same on all of them."""
@@ -237,7 +233,7 @@ class Executor:
         compiles: Job | None = None,
         first: Job | None = None,
     ) -> None:
-        """Does the local part of an operation's exchange, and starts it.
+        """Starts an operation's exchange, after its local part.
 
         Args:
             compiles: is done before all else, and never by the event loop: it would send no heartbeats meanwhile.
@@ -247,17 +243,31 @@ class Executor:
         nbytes: float = exchange.local_nbytes if operation.is_here else math.inf
         small = nbytes <= INLINE_WORK
         jobs = exchange.jobs(1 if small else operation.tuning.threads or self._settings.kernel_threads)
+        if jobs or compiles is not None or first is not None or operation.staging is not None:
+            self._do_local_part(operation, exchange, jobs, nbytes, compiles, first)
+        else:
+            self._begin(operation, exchange)
+
+    def _do_local_part(
+        self,
+        operation: Operation,
+        exchange: Exchange,
+        jobs: Sequence[Job],
+        nbytes: float,
+        compiles: Job | None,
+        first: Job | None,
+    ) -> None:
+        """Does an exchange's jobs, which touch so many bytes, and what comes before them; then it begins."""
         if jobs:
             jobs = recorded_jobs(jobs, self._trace, operation.about, exchange.local_nbytes)
+        small = nbytes <= INLINE_WORK
         before = [job for job in (compiles, first) if job is not None]
         if compiles is not None or (before and jobs and not small) or operation.staging is not None:
             self._do_in_stages(operation, before, jobs, nbytes)
-        elif before or jobs:
-            operation.working = bool(jobs) and not small
-            nbytes = nbytes if jobs else 0  # else there is only a residual to be scaled
-            self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
-        else:
-            self._begin(operation, exchange)
+            return
+        operation.working = bool(jobs) and not small
+        nbytes = nbytes if jobs else 0  # else there is only a residual to be scaled
+        self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
 
     def _stage(self, operation: Operation) -> Staging:
         operation.staging = Staging(self._scratch)

@@ -28,18 +28,23 @@ class Outcomes:
     Args:
         context: the engine's.
         on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
-        one_less: called when an operation is over, which others may have waited for.
+        on_over: called with the key of an operation that is completed, and with None when one has failed.
 
     Attributes:
         failure: why the job cannot go on; empty if it can.
         on_job_failed: as above.
+        count: how many are completed here; `nbytes`: of their contributions on this node.
     """
 
-    def __init__(self, context: Context, on_job_failed: Callable[[str], None], one_less: Callable[[], None]) -> None:
+    def __init__(
+        self, context: Context, on_job_failed: Callable[[str], None], on_over: Callable[[OpKey | None], None]
+    ) -> None:
         self.failure = ""
+        self.count = 0
+        self.nbytes = 0
         self.on_job_failed = on_job_failed
         self._context = context
-        self._one_less = one_less
+        self._on_over = on_over
         self._failed: OrderedDict[OpKey, str] = OrderedDict()
         # Completed here, maybe not yet elsewhere; None: the ranks here had joined, and submitted nothing.
         self._over: OrderedDict[OpKey, wire.Signature | None] = OrderedDict()
@@ -54,12 +59,14 @@ class Outcomes:
 
     def completed(self, operation: Operation) -> None:
         """The workers have their results."""
+        self.count += 1
+        self.nbytes += sum([part.values.nbytes for part in operation.parts.values()])
         if len(operation.members.nodes) > 1:
             part = next(iter(operation.parts.values()), None)
             self._over[operation.key] = None if part is None else part.signature
             if len(self._over) > _COMPLETED:
                 self._over.popitem(last=False)
-        self._one_less()
+        self._on_over(operation.key)
 
     def completed_as(self, key: OpKey) -> wire.Signature | None:
         """Returns the signature that ranks here submitted of an operation that completed here; None if they submitted
@@ -104,7 +111,7 @@ class Outcomes:
             operation.failed = partial(self._refuse_all, operation, error, missing)
         elif operation is not None:
             self._refuse_all(operation, error, missing)
-        self._one_less()
+        self._on_over(None)
 
     def _refuse_all(self, operation: Operation, error: str, missing: Sequence[int]) -> None:
         for rank, part in operation.parts.items():
