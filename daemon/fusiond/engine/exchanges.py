@@ -253,23 +253,28 @@ class Exchanges:
     def _start_bucket(self, operation: Operation) -> None:
         """Everything local is there of a planned bucket: it begins here, if all ranks mean the same backward pass."""
         assert operation.planned is not None
-        passes = {rank: part.passes for rank, part in operation.parts.items()}
-        operation.digest = next(iter(passes.values()), operation.peers_digest)
-        for rank, number in passes.items():
-            if number != operation.digest:
-                describe = self._context.topology.describe
-                self._passes_differ(operation, describe([next(iter(passes))]), describe([rank]), number)
-                return
-        for node, chunk, _ in operation.early:
-            if chunk.digest != operation.digest:
-                self._peer_disagrees_about_passes(operation, node, chunk)
-                return
+        passes = {part.passes for part in operation.parts.values()} or {operation.peers_digest}
+        operation.digest = next(iter(passes))
+        if len(passes) > 1 or any([chunk.digest != operation.digest for _, chunk, _ in operation.early]):
+            self._refuse_passes(operation)
+            return
         if self._participants.joined:
             self.agreement.tell_who_joined(operation)
         try:
             self.executor.start_bucket(operation, *operation.planned)
         except RequestError as error:
             self._outcomes.everywhere(operation.key, f"{operation.what}: {error}")
+
+    def _refuse_passes(self, operation: Operation) -> None:
+        """Ranks here, or this node and a peer, have submitted gradients of different backward passes of a step."""
+        describe, numbers = self._context.topology.describe, {r: part.passes for r, part in operation.parts.items()}
+        first, operation.digest = next(iter(numbers.items()), (0, operation.peers_digest))
+        for rank, number in numbers.items():
+            if number != operation.digest:
+                self._passes_differ(operation, describe([first]), describe([rank]), number)
+                return
+        node, chunk = next((node, chunk) for node, chunk, _ in operation.early if chunk.digest != operation.digest)
+        self._peer_disagrees_about_passes(operation, node, chunk)
 
     def _peer_disagrees_about_passes(self, operation: Operation, node: int, chunk: wire.Chunk) -> None:
         """A peer has sent gradients of another backward pass of a step than this node's ranks have submitted."""
