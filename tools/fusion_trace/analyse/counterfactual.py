@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_trace.analyse.columns_of_spans import Floats
-from fusion_trace.analyse.ledger import SUBMIT, WAIT, Ledger, Resources
+from fusion_trace.analyse.ledger import SUBMIT, WAIT, Ledger
+from fusion_trace.analyse.resources import Resources
 
 
 @dataclass(frozen=True, eq=False)

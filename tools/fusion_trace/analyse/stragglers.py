@@ -30,7 +30,8 @@ from fusion_trace.analyse import evidence
 from fusion_trace.analyse.columns_of_spans import Floats, Ints, lower_middle_of_others
 from fusion_trace.analyse.counterfactual import Suspect, replay
 from fusion_trace.analyse.gaps import unseen
-from fusion_trace.analyse.ledger import Ledger, Resources, ledger, resources
+from fusion_trace.analyse.ledger import Ledger, ledger
+from fusion_trace.analyse.resources import Resources, resources
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operation_index import NEVER
