@@ -9,7 +9,7 @@ import pytest
 
 from fusion_rt import algorithms, codecs
 from fusion_rt.algorithms import ALGORITHMS, Algorithm, AlgorithmError, Place, Signal, check_use, parse
-from fusion_rt.core.mixing import MixingError
+from fusion_rt.core.errors import MixingError
 
 NOT_DEFAULT: list[Algorithm] = [
     algorithms.AllReduce(),

@@ -51,3 +51,7 @@ class HostsUpdatedInterrupt(FusionError, RuntimeError):
 
 class JobError(FusionError, RuntimeError):
     """A job that `fusion_rt.run` started has failed; the text ends with the first failure and its traceback."""
+
+
+class MixingError(FusionError, ValueError):
+    """A mixing graph is not known, is not possible with so many ranks, or does not suit the algorithm."""

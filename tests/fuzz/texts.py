@@ -9,8 +9,7 @@ from fusion_rt import algorithms, codecs, wire
 from fusion_rt.algorithms import AlgorithmError
 from fusion_rt.codecs import CodecError
 from fusion_rt.core import mixing
-from fusion_rt.core.errors import FusionError, SettingError
-from fusion_rt.core.mixing import MixingError
+from fusion_rt.core.errors import FusionError, MixingError, SettingError
 from fusion_rt.launchers import meeting
 from fusion_rt.launchers.environment import detect
 from fusion_rt.launchers.nodelist import expand

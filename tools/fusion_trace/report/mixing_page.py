@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusion_rt.core.mixing import Mixing, MixingError, check_dpsgd, check_pairwise, check_push_sum, parse
+from fusion_rt.core.errors import MixingError
+from fusion_rt.core.mixing import Mixing, check_dpsgd, check_pairwise, check_push_sum, parse
 
 __all__ = ["Speed", "as_document", "drawing", "fits", "parse", "show", "speed"]
 
