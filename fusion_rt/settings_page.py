@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusion_rt.settings import COMPATIBLE, GROUPS, KNOBS, Knob
+from fusion_rt.knobs import COMPATIBLE, GROUPS, Knob
+from fusion_rt.settings import KNOBS
 from fusion_rt.units import BYTES, LIMIT, MIB, SECONDS, SWITCH
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"

@@ -10,7 +10,8 @@ import pytest
 
 from fusion_rt import settings_page
 from fusion_rt.core.errors import SettingError
-from fusion_rt.settings import GROUPS, KNOBS, OF_SETTINGS, Knob, Settings
+from fusion_rt.knobs import GROUPS, Knob
+from fusion_rt.settings import KNOBS, OF_SETTINGS, Settings
 from fusion_rt.units import MIB, SECONDS, SWITCH
 
 

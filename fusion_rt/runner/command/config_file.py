@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any
 
 from fusion_rt.core.errors import SettingError
+from fusion_rt.knobs import Knob
 from fusion_rt.runner.command.option_values import Choice
-from fusion_rt.settings import KNOBS, Knob
+from fusion_rt.settings import KNOBS
 from fusion_rt.units import CODEC, SWITCH, TEXT
 
 MAX_BYTES = 1024 * 1024  # of the file; a hundred lines are a long one

@@ -13,8 +13,9 @@ from typing import Any
 
 import fusion_rt
 from fusion_rt.core.errors import SettingError
+from fusion_rt.knobs import GROUPS, Knob
 from fusion_rt.runner.command.option_values import Choice
-from fusion_rt.settings import GROUPS, KNOBS, Knob
+from fusion_rt.settings import KNOBS
 from fusion_rt.units import SWITCH
 
 EXAMPLE = "fusionrun -np 4 -H host1:2,host2:2 python train.py"

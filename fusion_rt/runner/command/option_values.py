@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_rt.settings import KNOBS, Knob
+from fusion_rt.knobs import Knob
+from fusion_rt.settings import KNOBS
 
 _BY_NAME = {knob.name: knob for knob in KNOBS}
 

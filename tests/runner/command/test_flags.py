@@ -10,9 +10,10 @@ import shlex
 import pytest
 
 from fusion_rt.core.errors import SettingError
+from fusion_rt.knobs import GROUPS
 from fusion_rt.runner.command.flags import choices_in, make_parser
 from fusion_rt.runner.command.option_values import Choices
-from fusion_rt.settings import GROUPS, KNOBS
+from fusion_rt.settings import KNOBS
 
 
 def parsed(line: str) -> Choices:
