@@ -76,6 +76,11 @@ class PlanState:
         """The buckets by their names in operation keys."""
         return {bucket.name: bucket for bucket in self.buckets}
 
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """How many parameter groups each bucket needs learning rates for."""
+        return tuple(1 + max((tensor.group for tensor in bucket.tensors), default=0) for bucket in self.plan.buckets)
+
     @property
     def home_algorithm(self) -> HomeAlgorithm[Any]:
         """The algorithm of buckets that have homes."""

@@ -21,7 +21,7 @@ def wrong_rates(state: PlanState, bucket: wire.Bucket, rates: Sequence[float]) -
     """Returns why a home cannot take a step at these learning rates; empty if it can."""
     if state.spec.signal is not Signal.GRADIENT:
         return ""
-    groups = 1 + max((tensor.group for tensor in bucket.tensors), default=0)
+    groups = state.groups[bucket.index]
     if len(rates) < groups:
         return f"it has {len(rates)} learning rates for at least {groups} parameter groups"
     if not all(math.isfinite(rate) for rate in rates):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.codecs import BucketCodec, layout_of
-from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs import BucketCodec
 from fusion_rt.tracing.format import Kind
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
@@ -222,8 +221,7 @@ class PushPullClients:
         if client is None or client.post is None or client.busy:
             return  # it has failed in the meantime; or it is a second answer
         place = client.post.values
-        coded = message.notes[1]
-        decoder = self._codecs.decoder(client.plan, client.bucket) if coded else Dense().open(layout_of(client.bucket))
+        decoder = (self._codecs.decoder if message.notes[1] else self._codecs.plain)(client.plan, client.bucket)
 
         def decode() -> None:
             name = f"bucket {message.bucket}"

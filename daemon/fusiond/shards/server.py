@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.codecs import layout_of
-from fusion_rt.codecs.dense import Dense
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusion_rt.tracing.format import Kind
@@ -150,7 +148,7 @@ class HomeServer:
         while hosted.may_begin() and not self._here.work.pauses(hosted.plan.plan.id):
             part = hosted.next()
             if part.kind == "seed":
-                self.at(hosted, partial(_seed, hosted, part), math.inf)  # its optimizer may have to be imported
+                self.at(hosted, partial(self._seed, hosted, part), math.inf)  # its optimizer may have to be imported
             else:
                 self.at(hosted, partial(self._take_in, hosted, part), hosted.nbytes)
         hosted.turning = False
@@ -219,10 +217,19 @@ class HomeServer:
         if part.kind == "told":
             return np.frombuffer(payload, np.int64)
         if part.kind == "reseed":
-            return _dense(hosted, payload)
+            return self._plain(hosted, payload)
         if part.kind in ("ask", "pass") or not part.samples:
             return NO_VALUES
         return unpack(self._codecs.decoder(hosted.plan, hosted.bucket), payload)
+
+    def _plain(self, hosted: HostedHome, payload: memoryview) -> Array:
+        """Returns a copy of the values in a message that has them as they are."""
+        return np.array(unpack(self._codecs.plain(hosted.plan, hosted.bucket), payload))
+
+    def _seed(self, hosted: HostedHome, part: Contribution) -> list[Act]:
+        if hosted.home.value is None:  # else loaded before, which counts more
+            hosted.begin(part.values if part.payload is None else self._plain(hosted, part.payload))
+        return []
 
     def _wake(self, hosted: HostedHome, at: float) -> None:
         """Makes the algorithm look at a home again, at that time (s)."""
@@ -319,12 +326,6 @@ class HomeServer:
         return {"homes": len(self._homes), "updates": updates, "late": dict(late)}
 
 
-def _seed(hosted: HostedHome, part: Contribution) -> list[Act]:
-    if hosted.home.value is None:  # else loaded before, which counts more
-        hosted.begin(part.values if part.payload is None else _dense(hosted, part.payload))
-    return []
-
-
 def _reseed(hosted: HostedHome, values: Array) -> None:
     """Sets a home to these values; its optimizer keeps its state."""
     assert hosted.home.value is not None
@@ -333,10 +334,6 @@ def _reseed(hosted: HostedHome, values: Array) -> None:
         if key.startswith("w_bak/"):
             np.copyto(kept, values)
     hosted.told.clear()
-
-
-def _dense(hosted: HostedHome, payload: memoryview) -> Array:
-    return np.array(Dense().open(layout_of(hosted.bucket)).decoded(0, payload, hosted.bucket.numel))
 
 
 def _return(hosted: HostedHome, ranks: set[int]) -> None:
