@@ -81,10 +81,16 @@ class PlanState:
         """How many parameter groups each bucket needs learning rates for."""
         return tuple(1 + max((tensor.group for tensor in bucket.tensors), default=0) for bucket in self.plan.buckets)
 
-    @property
+    @cached_property
     def home_algorithm(self) -> HomeAlgorithm[Any]:
         """The algorithm of buckets that have homes."""
         assert isinstance(self.algorithm, HomeAlgorithm)
+        return self.algorithm
+
+    @cached_property
+    def exchange_algorithm(self) -> Algorithm:
+        """The algorithm of buckets that have none."""
+        assert isinstance(self.algorithm, Algorithm)
         return self.algorithm
 
     @property

@@ -328,9 +328,10 @@ class Exchanges:
         if is_known and chunk.digest != operation.digest:
             self._peer_disagrees(operation, node, chunk)
             return
-        self._check_credit(operation, node, len(payload))
+        early = operation.early_from.get(node, 0)
+        self._check_credit(operation, early, len(payload))
         operation.early.append((node, chunk, payload))
-        operation.early_from[node] += 1
+        operation.early_from[node] = early + 1
         operation.peers_digest = chunk.digest
         if operation.asked or self._participants.joined:
             self.agreement.peer_has_begun(operation)
@@ -383,8 +384,8 @@ class Exchanges:
         count = len(self._operations)
         return count >= _MAX_EARLY and sum(not found.parts for found in self._operations.values()) >= _MAX_EARLY
 
-    def _check_credit(self, operation: Operation, node: int, nbytes: int) -> None:
-        """A chunk has come that has to wait; for those that wait nothing is granted.
+    def _check_credit(self, operation: Operation, before: int, nbytes: int) -> None:
+        """A chunk has come that has to wait, as so many before it; for those that wait nothing is granted.
 
         Raises:
             CreditExceeded: it is more than the node may send.
@@ -392,7 +393,7 @@ class Exchanges:
         if operation.planned is not None or not operation.key.plan:  # else what it is granted is not known here yet
             chunk_bytes, window_bytes = self.executor.limits(operation.tuning)
             granted = window_chunks(window_bytes, chunk_bytes)
-            if operation.early_from[node] >= granted:
+            if before >= granted:
                 raise CreditExceeded(
                     f"it sent more than the {granted} messages of {operation.what} that it was granted"
                 )

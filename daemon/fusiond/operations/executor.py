@@ -120,8 +120,7 @@ class Executor:
         Raises:
             RequestError: the local members do not agree about who submits what.
         """
-        assert isinstance(state.algorithm, Algorithm)  # one with homes has no exchanges
-        self._reduce(operation, state.algorithm, bucket.reducer, bucket.codec, bucket.parts)
+        self._reduce(operation, state.exchange_algorithm, bucket.reducer, bucket.codec, bucket.parts)
 
     def can_reduce_at_once(self, operation: Operation, recipe: Recipe) -> bool:
         """Returns whether a small all-reduce needs no thread: no kernel has to be compiled, and all of it is here."""

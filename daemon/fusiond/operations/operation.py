@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ class Operation:
     shared: Array | None = None
     answer: tuple[int, ...] = ()
     early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
-    early_from: Counter[int] = field(default_factory=Counter)
+    early_from: dict[int, int] = field(default_factory=dict)
     disputed: bool = False
     heard: dict[int, float] = field(default_factory=dict)
     taking: bool = False
