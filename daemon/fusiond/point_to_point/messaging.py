@@ -24,6 +24,7 @@ from fusion_rt.kernels import ordinary
 from fusion_rt.kernels.ordinary import Operand, Remote, are_here
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import ANYBODY, OpKey
+from fusiond.collectives.base import split_jobs
 from fusiond.core.contribution import Array
 from fusiond.core.deadlines import Deadlines
 from fusiond.core.dispatch import Handlers
@@ -251,13 +252,8 @@ class Messaging:
 
     def _copying(self, source: Operand, target: Operand) -> list[Job]:
         """Returns jobs that copy bytes."""
-        nbytes = len(source)
-        threads = max(1, min(self._context.settings.kernel_threads, nbytes // _FEWEST))
-        step = max(1, -(-nbytes // threads))
-        return [
-            partial(ordinary.copy, source[start : start + step], [target[start : start + step]])
-            for start in range(0, nbytes, step)
-        ]
+        threads = max(1, min(self._context.settings.kernel_threads, len(source) // _FEWEST))
+        return split_jobs(lambda low, end: ordinary.copy(source[low:end], [target[low:end]]), len(source), threads, 1)
 
     def _copied(self, message: Message, error: BaseException | None) -> None:
         message.working = False
