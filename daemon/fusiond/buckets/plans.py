@@ -295,13 +295,12 @@ class Plans:
             RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale` or `tray` makes no
                 sense.
         """
-        state = self._plans.get(ready.plan)
-        memory = self._memory.get((ready.plan, rank))
-        if state is None or memory is None or ready.bucket >= len(state.buckets):
-            raise RequestError(
-                f"rank {rank} is ready in bucket {ready.bucket} of plan {ready.plan}, which is not active"
-            )
-        found = state.buckets[ready.bucket]
+        try:
+            state, memory = self._plans[ready.plan], self._memory[ready.plan, rank]
+            found = state.buckets[ready.bucket]
+        except LookupError:
+            what = f"bucket {ready.bucket} of plan {ready.plan}"
+            raise RequestError(f"rank {rank} is ready in {what}, which is not active") from None
         if ready.rescale or ready.share != wire.OWN:
             _check_terms(rank, ready, state, found)
         values = memory.values[ready.bucket]
