@@ -73,7 +73,7 @@ class StandardInput:
         self._take_lines()
         if not data:
             self._loop.remove(self._fd)
-            self._events.starter_gone()
+            self._loop.call_soon(self._events.starter_gone)  # after what is ready now: workers may have said `Bye`
 
     def _take_lines(self) -> None:
         while b"\n" in self._data:
