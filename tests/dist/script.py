@@ -17,12 +17,20 @@ TOPK = "topk(density=0.05, value='fp32', scope='tensor', minimum=100)"
 START = {"HOROVOD_START_TIMEOUT": "120"}  # seconds
 
 
+# gloo's groups of this rank. DDP's reducer holds the last reference to one after `destroy_process_group`, and ends it
+# with Python's lock held. gloo's destructor waits for its threads then, one of which may need the lock to drop the
+# tensors of its last work: both wait forever (https://github.com/pytorch/pytorch/issues/56297).
+KEPT: list[Any] = []
+
+
 @contextlib.contextmanager
 def process_group(backend: str = "fusion") -> Iterator[None]:
     """A default group of the ranks of the job."""
     with tempfile.NamedTemporaryFile() as file:
         path = hvd.broadcast_object(file.name, 0)
         dist.init_process_group(backend, init_method=f"file://{path}", rank=hvd.rank(), world_size=hvd.size())
+        if backend == "gloo":
+            KEPT.append(dist.group.WORLD)
         try:
             yield
         finally:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests import forks
+from tests.dist.script import KEPT
 from tests.harness import ROOT, Job, WorkerError
 
 pytest.importorskip("accelerate", reason="needs Accelerate and Transformers: pip install '.[hf]'")
@@ -23,11 +24,6 @@ pytestmark = pytest.mark.multiprocess
 
 MODULES = (*forks.WORKER, "accelerate", "transformers.trainer", "fusion_rt.dist")
 ENVIRONMENT = {"HOROVOD_START_TIMEOUT": "120", "MASTER_ADDR": "127.0.0.1"}
-
-# The process groups of this rank's runs. DDP's reducer holds the last reference to one after `destroy_process_group`,
-# and ends it with Python's lock held. gloo's destructor waits for its threads then, one of which may need the lock to
-# drop the tensors of its last work: both wait forever (https://github.com/pytorch/pytorch/issues/56297).
-KEPT: list[Any] = []
 
 
 @pytest.fixture(scope="module")
