@@ -113,6 +113,7 @@ from fusion_rt.wire.local import (
 from fusion_rt.wire.operations import Address, OpKey, Place, Signature, digest, group_id, is_group, mark
 from fusion_rt.wire.peers import (
     MAX_OCCUPIED,
+    MAX_SNAPSHOTS,
     Abort,
     Ack,
     Departed,
@@ -129,6 +130,8 @@ from fusion_rt.wire.peers import (
     Probe,
     Reopen,
     Reopened,
+    SnapshotOrder,
+    SnapshotsHeld,
     Start,
     Up,
 )
@@ -177,6 +180,7 @@ __all__ = [
     "MAX_PACKET",
     "MAX_RANKS",
     "MAX_RING_PIECE",
+    "MAX_SNAPSHOTS",
     "MAX_TEXT",
     "MAX_WAITING",
     "OF_NODE",
@@ -278,6 +282,8 @@ __all__ = [
     "Settled",
     "Shape",
     "Signature",
+    "SnapshotOrder",
+    "SnapshotsHeld",
     "Stack",
     "StalenessRequest",
     "Start",

@@ -38,6 +38,8 @@ from fusion_rt.wire.peers import (
     Probe,
     Reopen,
     Reopened,
+    SnapshotOrder,
+    SnapshotsHeld,
     Start,
     Up,
 )
@@ -57,8 +59,9 @@ from fusion_rt.wire.views import (
 PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | Path | Up | NewEpoch
     | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
-    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Began | Chunk | Credit
-    | Piece | RingsRequest | Rings | RingPieceRequest | RingPiece
+    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied
+    | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Piece | RingsRequest | Rings | RingPieceRequest
+    | RingPiece
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit
     | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
 )  # fmt: skip

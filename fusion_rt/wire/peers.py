@@ -9,6 +9,7 @@ import msgspec
 from fusion_rt.wire.basics import Count, Name, Rank, Text
 
 MAX_OCCUPIED = 8  # operations in an `Occupied`
+MAX_SNAPSHOTS = 8  # numbers in a `SnapshotsHeld`
 Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -164,3 +165,29 @@ class Occupied(msgspec.Struct, tag="occupied", array_like=True):
     rank: Rank
     clock: Count
     operations: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_OCCUPIED)] = ()
+
+
+class SnapshotsHeld(msgspec.Struct, tag="snapshots", array_like=True):
+    """Tells the nodes with homes of a plan which snapshots of its group the sender has on disk.
+
+    Attributes:
+        plan: its id.
+        numbers: of the latest snapshots, ascending.
+    """
+
+    plan: Count
+    numbers: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_SNAPSHOTS)]
+
+
+class SnapshotOrder(msgspec.Struct, tag="snapshot!", array_like=True):
+    """Has the nodes with homes of a plan write a snapshot, or begin with one.
+
+    Attributes:
+        plan: its id.
+        keep: number of the snapshot that all nodes have: to be kept meanwhile, or to begin with. 0: there is none.
+        number: of the one that is to be written; 0: homes are to begin.
+    """
+
+    plan: Count
+    keep: Count
+    number: Count

@@ -17,9 +17,8 @@ from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.local import array_codec
-from fusion_rt.settings import Settings
 from fusiond.buckets import codec_state
-from fusiond.engine.snapshots import SnapshotError, Snapshots
+from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import SimulatedJob
 from tests.fuzz.engine import Target
@@ -172,16 +171,14 @@ def _snapshots() -> list[bytes]:
 
 
 @cache
-def _reader() -> tuple[Snapshots, wire.Plan, str]:
+def _reader() -> tuple[SnapshotFiles, wire.Plan, str]:
     plan = _homes("plain")._workers.plan
-    settings = Settings(snapshot_directory=tempfile.mkdtemp(dir=_directory()), snapshot_restore=True)
-    nothing: Any = None
-    snapshots = Snapshots(settings, 0, nothing, nothing, nothing)
-    return snapshots, plan, snapshots.path(plan)
+    files = SnapshotFiles(tempfile.mkdtemp(dir=_directory()), 0)
+    return files, plan, files.path(plan, 1)
 
 
 def _read_snapshot(data: bytes) -> bool:
-    snapshots, plan, path = _reader()
+    files, plan, path = _reader()
     with open(path, "wb") as file:
         file.write(data)
-    return bool(snapshots.read(plan))
+    return bool(files.read(plan, 1))

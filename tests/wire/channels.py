@@ -29,7 +29,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.FloatType():
-            return st.floats(info.ge, info.le, allow_nan=False)
+            least = info.ge if info.gt is None else info.gt
+            return st.floats(least, info.le, allow_nan=False, exclude_min=info.gt is not None)
         case msgspec.inspect.StrType():
             return st.text(max_size=min(info.max_length or 20, 20))
         case msgspec.inspect.BytesType():

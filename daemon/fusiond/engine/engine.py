@@ -92,7 +92,7 @@ class Engine:
         self._work = ThreadWork(outside.run_jobs)
         self._plans = Plans(Team(settings.kernel_threads), memory)
         self.homes = ParameterService(context, self._work, epoch, self._outcomes.home_failed, self._operations_of)
-        self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
+        self.snapshots = Snapshots(context, self._plans, self.homes, on_job_failed)
         self.codecs = CodecService(
             self._plans,
             self.homes,
@@ -301,6 +301,7 @@ class Engine:
         return {
             **self._exchanges.handlers(),
             **self.homes.handlers(),
+            **self.snapshots.handlers(),
             **self.messages.handlers(),
             wire.Verdict: partial(self._decided, self._agreement.verdict),
             wire.PlanVerdict: partial(self._decided, self._plan_decided),

@@ -153,7 +153,7 @@ class Proposals:
         state = self._plans.get(plan.id)
         if state.at_homes and self._homes.install(state):
             try:
-                self._snapshots.restore(plan)
+                self._snapshots.open(state)
             except FusionError as error:
                 self._outcomes.on_job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
 

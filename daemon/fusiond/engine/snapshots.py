@@ -1,155 +1,198 @@
-"""Snapshots of the homes on this node, on disk: what a new job goes on from when the host of a shard was lost.
+"""Snapshots of homes on disk, which all nodes have: what a new job goes on from when the host of a shard was lost.
 
-A file for each group of parameters and node, replaced as a whole, so that there is always one that is complete. Workers
-save nothing here: with the first answer they get what the homes have.
+Nodes with homes tell each other which snapshots they have. The first of them says when all write the next one, and
+which one all keep until then: the latest that all have written. So a job that is killed at any moment leaves one that
+all nodes have, and the next job's first node says that all begin with that. Workers save nothing here: with the first
+answer they get what the homes have.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from contextlib import suppress
+import time
+from collections.abc import Callable
 from functools import partial
-
-import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
-from fusion_rt.local import array_codec
-from fusion_rt.settings import Settings
-from fusiond.buckets.plans import Plans
-from fusiond.collectives.base import Array
-from fusiond.core.effects import Effects
+from fusiond.buckets.plans import Plans, PlanState
+from fusiond.core.dispatch import Handlers
+from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
+from fusiond.operations.context import Context
 from fusiond.shards import ParameterService
 
-_PLAN = "plan"  # the entry that says of which plan a file is
 SLOW_S = 60.0  # seconds after which it is said that the file system does not answer
 
 
-class SnapshotError(FusionError):
-    """A snapshot cannot be used, or not be written."""
-
-
 class Snapshots:
-    """The files of one node.
+    """One node's part in the snapshots.
 
     Args:
-        settings: the directory, which is made if it is not there, and whether homes begin with what is in it.
-        node: whose they are.
-        plans, homes: of this node.
-        outside: writes beside the event loop.
+        context, plans, homes: of this node. The settings say where, and whether homes begin with what is there.
+        failed: called with a sentence if that is not possible.
     """
 
-    def __init__(self, settings: Settings, node: int, plans: Plans, homes: ParameterService, outside: Effects) -> None:
-        self._directory = settings.snapshot_directory
-        self._restores = settings.snapshot_restore
-        self._node = node
-        self._plans, self._homes, self._outside = plans, homes, outside
-        self._under_way: dict[str, object] = {}  # what looks after each file that is being written
+    def __init__(self, context: Context, plans: Plans, homes: ParameterService, failed: Callable[[str], None]) -> None:
+        self._context, self._plans, self._homes, self._failed = context, plans, homes, failed
+        self._restores = context.settings.snapshot_restore
+        self._files = SnapshotFiles(context.settings.snapshot_directory, context.node)
+        self._held: dict[int, dict[int, tuple[int, ...]]] = {}  # numbers that nodes have, by plan and node
+        self._unwritten: dict[int, set[int]] = {}  # nodes that have not written what was ordered, by plan
+        self._under_way: set[int] = set()  # plans of which a file is being written here
+        self._opened: set[int] = set()  # plans whose homes have what they begin with
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the peers' messages about snapshots."""
+        return {wire.SnapshotsHeld: self._heard, wire.SnapshotOrder: self._ordered}
+
+    def open(self, state: PlanState) -> None:
+        """The homes of a plan are there. If they are to begin with what was written, they take nothing in before that.
+
+        Raises:
+            SnapshotError: homes are to begin with that, and nobody may look into the directory.
+        """
+        if not self._context.settings.snapshot_directory:
+            return
+        plan = state.plan
+        self._held = {known: held for known, held in self._held.items() if known >= plan.id or self._state(known)}
+        if self._restores:
+            self._homes.hold(plan.id)
+        if self._context.node in self._nodes(state):
+            self._tell(state, self._numbers(plan))
+
+    def _numbers(self, plan: wire.Plan) -> tuple[int, ...]:
+        try:
+            return self._files.numbers(plan)
+        except SnapshotError as error:
+            if self._restores:
+                raise
+            self._context.outside.warn(str(error))
+            return ()
 
     def take(self) -> None:
-        """Writes what the homes here have, beside the event loop. What goes wrong is a warning: training goes on."""
+        """Has all nodes write what their homes have, if this is the first of them, and all have written the one
+        before. What goes wrong is a warning: training goes on."""
         for state in self._plans:
-            if state.at_homes:
-                self._homes.when_quiet(state.plan.id, partial(self._take, state.plan))
+            if not state.at_homes:
+                continue
+            nodes, plan = self._nodes(state), state.plan.id
+            if self._context.node != min(nodes) or not self._have_told(state) or self._unwritten.get(plan):
+                continue
+            if self._restores and plan not in self._opened:
+                continue
+            held = [self._held[plan][node] for node in nodes]
+            # Numbers of other jobs, which some of these nodes may have been part of, are others.
+            number = max(int(time.time()), 1 + max(max(numbers, default=0) for numbers in held))
+            self._unwritten[plan] = set(nodes)
+            self._order(state, wire.SnapshotOrder(plan, max(_common(held), default=0), number))
 
-    def _take(self, plan: wire.Plan) -> None:
-        path = self.path(plan)
-        if path in self._under_way:
-            return  # the file system has not answered since the last one
-        state = {key: value for key, value in self._homes.save(plan.id).items() if key.startswith("home:")}
+    def _state(self, plan: int) -> PlanState | None:
+        return next((state for state in self._plans if state.plan.id == plan and state.at_homes), None)
+
+    def _nodes(self, state: PlanState) -> set[int]:
+        """Returns the nodes that have homes of a plan."""
+        nodes = set(state.plan.homes) if state.spec.at_shards else set(state.members.nodes)
+        return nodes - self._context.participants.lost_nodes or nodes
+
+    def _have_told(self, state: PlanState) -> bool:
+        return self._nodes(state) <= self._held.get(state.plan.id, {}).keys()
+
+    # --- what nodes have ----------------------------------------------------------------------------------------------
+
+    def _tell(self, state: PlanState, numbers: tuple[int, ...]) -> None:
+        """Tells all nodes with homes of a plan what this one has on disk."""
+        self._send(state, wire.SnapshotsHeld(state.plan.id, numbers[-wire.MAX_SNAPSHOTS :]))
+
+    def _heard(self, node: int, message: wire.SnapshotsHeld) -> None:
+        self._held.setdefault(message.plan, {})[node] = message.numbers
+        self._unwritten.get(message.plan, set()).discard(node)
+        state = self._state(message.plan)
+        if state is None or not self._restores or message.plan in self._opened or not self._have_told(state):
+            return
+        if self._context.node == min(self._nodes(state)):
+            self._choose(state)
+
+    def _choose(self, state: PlanState) -> None:
+        """Says with which snapshot all homes begin: the latest that all nodes have; with none if nobody has any."""
+        held = {node: self._held[state.plan.id][node] for node in sorted(self._nodes(state))}
+        common = _common(list(held.values()))
+        if not common and any(held.values()):
+            topology = self._context.topology
+            those = "; ".join(
+                f"{topology.describe_node(node)} has {', '.join(map(str, numbers)) or 'none'}"
+                for node, numbers in held.items()
+            )
+            self._failed(
+                f"there is no snapshot of {state.plan.group!r} in {self._context.settings.snapshot_directory} that all "
+                f"hosts with shards have: {those}; bring back what is missing, or remove all of them to begin with the "
+                "first rank's parameters"
+            )
+            return
+        self._order(state, wire.SnapshotOrder(state.plan.id, max(common, default=0), 0))
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def _order(self, state: PlanState, order: wire.SnapshotOrder) -> None:
+        self._send(state, order)
+
+    def _send(self, state: PlanState, message: wire.SnapshotsHeld | wire.SnapshotOrder) -> None:
+        here = self._context.node
+        for node in sorted(self._nodes(state) - {here}):
+            self._context.outside.to_node(node, message)
+        self.handlers()[type(message)](here, message)
+
+    def _ordered(self, node: int, order: wire.SnapshotOrder) -> None:
+        state = self._state(order.plan)
+        if state is None:
+            return  # it has been replaced
+        if order.number:
+            self._homes.when_quiet(order.plan, partial(self._write, state, order))
+        elif order.plan not in self._opened:
+            self._load(state, order.keep)
+
+    def _load(self, state: PlanState, number: int) -> None:
+        """Lets the homes of a plan begin with a snapshot; 0: with none."""
+        plan = state.plan
+        try:
+            if number:
+                self._homes.load(plan.process_set, plan.group, self._files.read(plan, number))
+        except FusionError as error:
+            self._failed(f"node {self._context.node} (host {self._context.host}): {error}")
+            return
+        self._opened.add(plan.id)
+        if not number:
+            self._homes.release(plan.id)
+
+    def _write(self, state: PlanState, order: wire.SnapshotOrder) -> None:
+        """Writes what the homes of a plan here have, beside the event loop."""
+        plan, outside = state.plan, self._context.outside
+        if plan.id in self._under_way:
+            return  # the first node is another one than before, and does not know
+        saved = {key: value for key, value in self._homes.save(plan.id).items() if key.startswith("home:")}
+        path = self._files.path(plan, order.number)
+        numbers = [order.keep] if order.keep else []
+
+        def write() -> None:
+            self._files.write(plan, order.number, saved, order.keep)
+            numbers[:] = self._files.numbers(plan)
 
         def written(error: BaseException | None) -> None:
-            del self._under_way[path]
+            self._under_way.discard(plan.id)
             if error is not None:
-                self._outside.warn(str(error))
+                outside.warn(str(error))
+            self._tell(state, tuple(numbers))
 
         def look() -> None:
-            if self._under_way.get(path) is look:
-                self._outside.warn(
+            if plan.id in self._under_way:
+                outside.warn(
                     f"the snapshot {path} is not written after {SLOW_S:g} s, because its file system does not answer; "
                     "training goes on, and no other one is begun before that"
                 )
 
-        if state:
-            self._under_way[path] = look
-            self._outside.call_later(SLOW_S, look)
-            self._outside.run_on_files(partial(self.write, plan, state), written)
-
-    def restore(self, plan: wire.Plan) -> None:
-        """Lets the homes of a plan begin with what was written, if that was asked for. Raises `SnapshotError`."""
-        if self._restores:
-            self._homes.load(plan.process_set, plan.group, self.read(plan))
-
-    def path(self, plan: wire.Plan) -> str:
-        """Returns the path of the file of a plan's group."""
-        name = hashlib.blake2b(f"{plan.process_set} {plan.group}".encode(), digest_size=6).hexdigest()
-        return os.path.join(self._directory, f"{name}.node{self._node}.snapshot")
-
-    def write(self, plan: wire.Plan, state: dict[str, Array]) -> None:
-        """Replaces a group's file. Raises `SnapshotError` where that is not possible; then the one before is left."""
-        arrays = {**state, _PLAN: _fingerprint(plan)}
-        data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
-        array_codec.write(arrays, data)
-        path = self.path(plan)
-        try:
-            os.makedirs(self._directory, exist_ok=True)
-            _write_new(f"{path}.new", data.data)
-            os.replace(f"{path}.new", path)
-        except OSError as error:
-            raise SnapshotError(
-                f"no snapshot could be written to {path}: {error.strerror}; the one before is left"
-            ) from error
-
-    def read(self, plan: wire.Plan) -> dict[str, Array]:
-        """Returns what a group's file has; nothing if there is none.
-
-        Raises:
-            SnapshotError: the file is damaged, or of other parameters or another number of nodes.
-        """
-        path = self.path(plan)
-        try:
-            with open(path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-                    raise FusionError(
-                        f"it belongs to user {status.st_uid} or can be written by others, and is not believed"
-                    )
-                arrays = array_codec.read(np.frombuffer(file.read(), np.uint8))
-        except FileNotFoundError:
-            return {}
-        except (OSError, FusionError) as error:
-            raise SnapshotError(f"the snapshot {path} cannot be read: {error}") from error
-        found = arrays.pop(_PLAN, None)
-        if found is None or not np.array_equal(found, _fingerprint(plan)):
-            raise SnapshotError(
-                f"the snapshot {path} is of other parameters, another algorithm, or other hosts with shards; use it "
-                "with a job like the one that it was written by, or remove it"
-            )
-        return {key: value.copy() for key, value in arrays.items()}
+        self._under_way.add(plan.id)
+        outside.call_later(SLOW_S, look)
+        outside.run_on_files(write, written)
 
 
-def _write_new(path: str, data: memoryview) -> None:
-    """Writes a file, through no link that somebody else has left there; what could not be written whole is removed.
-
-    Raises:
-        OSError: there is no room for it, or no right to.
-    """
-    with suppress(FileNotFoundError):
-        os.unlink(path)  # of a daemon that was killed while it wrote, or a link
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        os.unlink(path)  # on a full disk, its part would be in the way of the next one
-        raise
-
-
-def _fingerprint(plan: wire.Plan) -> Array:
-    """Returns a fingerprint of the buckets of a plan, and of where their homes are."""
-    text = repr((plan.buckets, plan.homes, plan.reduction.algorithm, plan.reduction.optimizer))
-    fingerprint: Array = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
-    return fingerprint
+def _common(held: list[tuple[int, ...]]) -> set[int]:
+    """Returns the numbers that all nodes have."""
+    return set(held[0]).intersection(*held[1:])

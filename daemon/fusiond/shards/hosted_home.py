@@ -25,7 +25,7 @@ class HostedHome:
     Attributes:
         busy: how many threads are at work on it.
         later: calls to be made when there is none; until then nothing is taken in.
-        closed: it is being restored.
+        closed: it is being restored, or waits for what it is to begin with.
         turning: waiting parts are being handed to threads.
         notes: of the contribution of each rank that is not answered yet: its staleness, its clock's distance from the
             slowest's, and how long it waited to be read (ms).

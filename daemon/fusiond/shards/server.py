@@ -134,6 +134,17 @@ class HomeServer:
         if part.kind in ("mix", "pass", "want") and part.rank != hosted.home.rank:
             self._wanted(hosted, part)
 
+    def hold(self, plan: int) -> None:
+        """The homes of a plan are to take nothing in."""
+        for hosted in self._of.get(plan, ()):
+            hosted.closed = True
+
+    def release(self, plan: int) -> None:
+        """The homes of a plan may take in what waits."""
+        for hosted in list(self._of.get(plan, ())):
+            hosted.closed = False
+            self._turn(hosted)
+
     def resume(self, plan: int) -> None:
         """The homes of a plan may begin what waits."""
         for hosted in list(self):

@@ -211,6 +211,14 @@ class ParameterService:
         """Returns the statistics of the homes here (`HomeServer`) and of local workers' contributions (`Meters`)."""
         return {**self._server.statistics(), **self.meters.statistics()}
 
+    def hold(self, plan: int) -> None:
+        """Has the homes of a plan take nothing in before `release`, or before they have loaded a state."""
+        self._server.hold(plan)
+
+    def release(self, plan: int) -> None:
+        """Has the homes of a plan take in what waits."""
+        self._server.release(plan)
+
     # --- state --------------------------------------------------------------------------------------------------------
 
     def when_quiet(self, plan: int, then: Act) -> None:

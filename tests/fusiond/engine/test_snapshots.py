@@ -14,7 +14,8 @@ import pytest
 
 from fusion_rt import wire
 from fusiond.app.daemon_effects import DaemonEffects
-from fusiond.engine.snapshots import SLOW_S, _write_new
+from fusiond.engine.snapshot_files import write_new
+from fusiond.engine.snapshots import SLOW_S
 from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
 from fusiond.host.thread_pool import KernelPool
@@ -51,16 +52,56 @@ def test_a_new_job_goes_on_from_the_snapshot_bit_by_bit(tmp_path: Path) -> None:
     assert (rest.x[0] == whole.x[0]).all()
 
 
-def test_a_snapshot_replaces_the_one_before(tmp_path: Path) -> None:
+def numbers(directory: Path, node: int) -> list[int]:
+    """Returns the numbers of a node's snapshots."""
+    return sorted(int(path.name.split(".")[2]) for path in directory.glob(f"*.node{node}.*.snapshot"))
+
+
+def test_a_snapshot_is_kept_until_all_nodes_have_the_next_one(tmp_path: Path) -> None:
     workers = train(tmp_path, range(3), restore=False)
+    seen: list[int] = []
+    for _ in range(4):
+        take(workers)
+        assert numbers(tmp_path, 0) == numbers(tmp_path, 1)
+        assert set(seen[-1:]) <= set(numbers(tmp_path, 0)), "the one before is there"
+        seen.append(numbers(tmp_path, 0)[-1])
+        assert len(numbers(tmp_path, 0)) <= 2
+        workers.post(0, np.ones(DIM))
+    assert seen == sorted(set(seen))
+    assert all(path.name.endswith(".snapshot") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("killed_after", range(2))
+def test_a_job_that_is_killed_while_some_nodes_have_written_goes_on_from_what_all_have(
+    tmp_path: Path, killed_after: int
+) -> None:
+    workers = train(tmp_path, range(5), restore=False)
     take(workers)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    whole = train(tmp_path / "none", range(10), restore=False)
     workers.post(0, np.ones(DIM))
+    workers.collect(0)
+    workers.job.files_answer = False
     take(workers)
-    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert before.keys() == after.keys()
-    assert all(name.endswith(".snapshot") for name in after)
-    assert before != after
+    assert len(workers.job.waiting_for_files) == 2
+    workers.job.waiting_for_files[killed_after]()
+    take(workers)
+    assert len(workers.job.waiting_for_files) == 2, "nothing else is written before all nodes have this"
+    assert numbers(tmp_path, 0) != numbers(tmp_path, 1)
+    rest = train(tmp_path, range(5, 10), restore=True)
+    assert (rest.home() == whole.home()).all()
+
+
+def test_nodes_that_have_no_snapshot_in_common_do_not_begin(tmp_path: Path) -> None:
+    take(train(tmp_path, range(3), restore=False))
+    for path in tmp_path.glob("*.node1.*"):
+        path.unlink()
+    job = SimulatedJob((1, 1), snapshot_directory=str(tmp_path), snapshot_restore=True)
+    with pytest.raises(AssertionError):
+        Workers((1, 1), "asp", START, RATE, ADAM, job=job)
+    sentences = [node.failure for node in job.nodes if node.failure]
+    assert len(sentences) == 1
+    assert "that all hosts with shards have: rank 0 (host host0) has " in sentences[0]
+    assert "rank 1 (host host1) has none; bring back what is missing" in sentences[0]
 
 
 def test_a_job_without_a_snapshot_begins_with_the_first_rank(tmp_path: Path) -> None:
@@ -88,7 +129,7 @@ def test_a_directory_that_cannot_be_written_to_is_a_warning(tmp_path: Path) -> N
     workers = train(tmp_path / "file", range(1), restore=False)
     take(workers)
     assert workers.job.warnings
-    assert all("no snapshot could be written" in warning for warning in workers.job.warnings)
+    assert any("no snapshot could be written" in warning for warning in workers.job.warnings)
 
 
 def test_a_file_system_that_does_not_answer_is_told_once_and_asked_once(tmp_path: Path) -> None:
@@ -135,7 +176,7 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
 
         return then
 
-    effects.run_on_files(lambda: _write_new(str(tmp_path / "file"), memoryview(b"x")), ends("file"))
+    effects.run_on_files(lambda: write_new(str(tmp_path / "file"), memoryview(b"x")), ends("file"))
     effects.run_jobs([lambda: None], ends("kernel"))
     loop.run()
     assert ended == ["kernel"]

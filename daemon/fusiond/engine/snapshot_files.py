@@ -1,0 +1,129 @@
+"""Files of the snapshots of one node: one for each group of parameters and number, written as a whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from contextlib import suppress
+
+import numpy as np
+
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError
+from fusion_rt.local import array_codec
+from fusiond.collectives.base import Array
+
+_PLAN = "plan"  # the entry that says of which plan a file is
+
+
+class SnapshotError(FusionError):
+    """A snapshot cannot be used, or not be written."""
+
+
+class SnapshotFiles:
+    """The files of one node.
+
+    Args:
+        directory: where they are; it is made if it is not there.
+        node: whose they are.
+    """
+
+    def __init__(self, directory: str, node: int) -> None:
+        self._directory, self._node = directory, node
+
+    def path(self, plan: wire.Plan, number: int) -> str:
+        """Returns the path of a snapshot of a plan's group."""
+        return os.path.join(self._directory, f"{self._prefix(plan)}{number}.snapshot")
+
+    def numbers(self, plan: wire.Plan) -> tuple[int, ...]:
+        """Returns the numbers of the snapshots of a plan's group. Raises `SnapshotError` if nobody may look there."""
+        pattern = re.compile(rf"{re.escape(self._prefix(plan))}(\d{{1,15}})\.snapshot")
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise SnapshotError(f"the snapshots in {self._directory} cannot be read: {error.strerror}") from error
+        return tuple(sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name))))
+
+    def write(self, plan: wire.Plan, number: int, state: dict[str, Array], keep: int) -> None:
+        """Writes a snapshot.
+
+        Args:
+            number: of this one.
+            keep: number of the one that is kept besides; the others are removed. 0: all are kept.
+
+        Raises:
+            SnapshotError: that is not possible. What was kept is left.
+        """
+        arrays = {**state, _PLAN: _fingerprint(plan)}
+        data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
+        array_codec.write(arrays, data)
+        path = self.path(plan, number)
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            for old in self.numbers(plan) if keep else ():
+                if old != keep:
+                    os.unlink(self.path(plan, old))
+            write_new(f"{path}.new", data.data)
+            os.replace(f"{path}.new", path)
+        except OSError as error:
+            raise SnapshotError(
+                f"no snapshot could be written to {path}: {error.strerror}; the one before is left"
+            ) from error
+
+    def read(self, plan: wire.Plan, number: int) -> dict[str, Array]:
+        """Returns what a snapshot has.
+
+        Raises:
+            SnapshotError: the file is damaged, or of other parameters or another number of nodes.
+        """
+        path = self.path(plan, number)
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+                    raise FusionError(
+                        f"it belongs to user {status.st_uid} or can be written by others, and is not believed"
+                    )
+                arrays = array_codec.read(np.frombuffer(file.read(), np.uint8))
+        except (OSError, FusionError) as error:
+            raise SnapshotError(f"the snapshot {path} cannot be read: {error}") from error
+        found = arrays.pop(_PLAN, None)
+        if found is None or not np.array_equal(found, _fingerprint(plan)):
+            raise SnapshotError(
+                f"the snapshot {path} is of other parameters, another algorithm, or other hosts with shards; use it "
+                "with a job like the one that it was written by, or remove it"
+            )
+        return {key: value.copy() for key, value in arrays.items()}
+
+    def _prefix(self, plan: wire.Plan) -> str:
+        name = hashlib.blake2b(f"{plan.process_set} {plan.group}".encode(), digest_size=6).hexdigest()
+        return f"{name}.node{self._node}."
+
+
+def write_new(path: str, data: memoryview) -> None:
+    """Writes a file, through no link that somebody else has left there; what could not be written whole is removed.
+
+    Raises:
+        OSError: there is no room for it, or no right to.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # of a daemon that was killed while it wrote, or a link
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        os.unlink(path)  # on a full disk, its part would be in the way of the next one
+        raise
+
+
+def _fingerprint(plan: wire.Plan) -> Array:
+    """Returns a fingerprint of the buckets of a plan, and of where their homes are."""
+    text = repr((plan.buckets, plan.homes, plan.reduction.algorithm, plan.reduction.optimizer))
+    fingerprint: Array = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
+    return fingerprint
