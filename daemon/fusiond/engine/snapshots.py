@@ -168,6 +168,10 @@ class Snapshots:
         if plan.id in self._under_way:
             return  # the first node is another one than before, and does not know
         saved = {key: value for key, value in self._homes.save(plan.id).items() if key.startswith("home:")}
+        begun = [key.removesuffix("version") for key in saved if key.endswith(":-1:version")]
+        if any(f"{shard}value" not in saved for shard in begun):  # the first rank's parameters have not come yet
+            self._tell(state, self._held[plan.id][self._context.node])
+            return
         path = self._files.path(plan, order.number)
         numbers = [order.keep] if order.keep else []
 

@@ -91,6 +91,15 @@ def test_a_job_that_is_killed_while_some_nodes_have_written_goes_on_from_what_al
     assert (rest.home() == whole.home()).all()
 
 
+def test_nothing_is_written_of_shards_that_have_not_begun(tmp_path: Path) -> None:
+    workers = train(tmp_path, range(1), restore=False)
+    for node in workers.job.nodes:
+        for hosted in node.engine.homes._server:
+            hosted.home.value = None
+    take(workers)
+    assert [numbers(tmp_path, node) for node in (0, 1)].count([]) >= 1
+
+
 def test_nodes_that_have_no_snapshot_in_common_do_not_begin(tmp_path: Path) -> None:
     take(train(tmp_path, range(3), restore=False))
     for path in tmp_path.glob("*.node1.*"):
