@@ -140,7 +140,13 @@ def _all_reduce(costs: Any, hosts: int, rate: str, nbytes: int) -> float:
     from fusion_trace.simulate.programs import Submit, Wait
     from fusion_trace.simulate.simulation import Job
 
-    cluster = equal(hosts, ethernet(bits_per_second(rate), 30e-6), costs=costs, cores=os.cpu_count())
+    cluster = equal(
+        hosts,
+        ethernet(bits_per_second(rate), 30e-6),
+        costs=costs,
+        machines=(0,) * hosts,
+        processors=(os.cpu_count() or 1,),
+    )
     return Job(cluster, [[(Submit(0), Wait(0))] * 3] * hosts, [Bucket(nbytes)]).run().step_seconds()
 
 

@@ -4,7 +4,7 @@ Every worker and every daemon has one file, a *ring*, that it maps into memory. 
 ring is full, the oldest are overwritten, so that a file never grows, and how many were lost is known from the header.
 A file can be read at any moment, also while it is written and after its writer was killed.
 
-    offset 0                header: `HEADER`, then the strings host and job
+    offset 0                header: `HEADER`, then the strings host and job; at 2048 `processors.MACHINE`
     HEADER_NBYTES           names: `NAMES_NBYTES` of (length: 2 bytes, UTF-8), in order; the first is number 1
     HEADER_NBYTES + NAMES_NBYTES
                             `capacity` records: `RECORD`; record number i is in place i % capacity
@@ -56,7 +56,8 @@ class Kind(enum.IntEnum):
     FORWARD_BEGIN … STEP_END: its model's forward pass, backward pass, `optimizer.step()`; clock: the step, from 0. A
         training step lasts from one STEP_END to the next. There may be several forward passes in a step (those of all
         outermost modules), and several backward passes; there may be none recorded: none is before the first
-        STEP_END, without gradients, and in a script that compiles.
+        STEP_END, without gradients, and in a script that compiles. STEP_END's value: processor time that the process
+        has used, ns; extra: for how long this thread has waited for a processor, us, modulo 2**32 (0: not known).
     GRADIENT: a gradient is complete; name: the parameter, value: bytes, clock: the step.
     FULL: the last gradient of a bucket is there.
     SUBMITTED: the bucket or tensor is handed to the daemon; value: bytes, extra: why now (`Flush`).
@@ -69,7 +70,8 @@ class Kind(enum.IntEnum):
 
     READY: a local worker's part came; peer: its rank.
     NEGOTIATE_BEGIN, NEGOTIATE_END: the coordinator is asked about it, and has answered.
-    RUN_BEGIN: all local parts are there, the operation starts; value: bytes. RUN_END: results are where they belong.
+    RUN_BEGIN: all local parts are there, the operation starts; value: bytes. RUN_END: results are where they
+        belong; value: processor time that the daemon has used, ns.
     FAILED: it failed.
     REDUCE_BEGIN … DECODE_END: work of kernels; value: bytes they read or, of a codec, packed. REDUCE with a peer: its
         chunk is taken into the result, coding included, which is recorded inside it. Of one operation several may run

@@ -31,7 +31,7 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.host import bootstrap
 from fusion_rt.host.private_files import is_at
 from fusion_rt.settings import Settings
-from fusion_rt.tracing import files
+from fusion_rt.tracing import files, processors
 from fusion_rt.tracing.format import (
     HEADER,
     HEADER_NBYTES,
@@ -317,6 +317,8 @@ class Recorder:
             owner.nodes, len(host), len(job), owner.role, 0, 0, 0,
         )  # fmt: skip
         self._map[HEADER.size : HEADER.size + len(host) + len(job)] = host + job
+        about = processors.machine()
+        self._map[processors.MACHINE_AT : processors.MACHINE_AT + len(about)] = about
 
 
 def open_recorder(settings: Settings, owner: Owner, tell: Callable[[str], None]) -> Instrument:

@@ -229,7 +229,7 @@ class _Run:
                     pid=100 + tape.number, rank=tape.number, node=tape.node, nodes=self.shape.nodes, role=tape.role,
                     host=f"host{tape.node}", job="diagnosis", written=len(records), names_nbytes=0, lost_names=0,
                     path=f"/{tape.role.name}-{tape.number}", names=tuple(self.names), records=records, overwritten=0,
-                    problems=(),
+                    problems=(), machine="", processors=0.0,
                 )
             )  # fmt: skip
         return rings

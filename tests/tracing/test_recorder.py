@@ -56,6 +56,9 @@ def test_what_is_recorded_is_read_while_it_is_written(recorder: Recorder) -> Non
         (Kind.SENT, "bucket 3", 100, 1 << 40, 2, 5, 1),
         (Kind.CLOCK, "", -12, 0, 0, 9, 1),
     ]
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        assert ring.machine == file.read().strip().replace("-", "")
+    assert 0 < ring.processors <= len(os.sched_getaffinity(0))
     assert all(ring.created <= time_ <= time.monotonic_ns() for time_ in ring.records["time"])
     assert not ring.problems
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -369,7 +370,7 @@ class Executor:
         """Gives workers their results: nothing of the operation is under way any more."""
         del self._operations[operation.key]
         name, clock, plan = operation.about
-        self._trace.record(Kind.RUN_END, name, 0, clock, plan)
+        self._trace.record(Kind.RUN_END, name, time.process_time_ns(), clock, plan)
         if results:
             self._answer_each(operation, results)
         else:

@@ -13,6 +13,7 @@ compiler would take the hook for part of the model.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from fusion_rt.tracing import processors
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 
@@ -113,7 +115,7 @@ class Steps:
 
     def end(self) -> None:
         """Records that `step()` is about to return."""
-        self.trace.record(Kind.STEP_END, "", 0, self.number)
+        self.trace.record(Kind.STEP_END, "", time.process_time_ns(), self.number, 0, processors.waited())
         self.number += 1
         _passes.trace, _passes.step = self.trace, self.number
         _passes.watch()

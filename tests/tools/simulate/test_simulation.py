@@ -192,7 +192,18 @@ def test_a_rank_that_is_late_makes_the_others_wait() -> None:
 def test_hosts_of_one_machine_share_its_cores() -> None:
     costs = replace_costs(NO_COSTS, io_send=5e-9, io_receive=5e-9)
     alone = all_reduce(equal(4, LINK, costs=costs), 8_000_000).ends[0][0]
-    assert all_reduce(equal(4, LINK, costs=costs, cores=1), 8_000_000).ends[0][0] > 1.2 * alone
+    shared = equal(4, LINK, costs=costs, machines=(0,) * 4, processors=(1,))
+    assert all_reduce(shared, 8_000_000).ends[0][0] > 1.2 * alone
+
+
+@pytest.mark.parametrize(("used", "seconds"), [(0.0, 0.1), (0.02, 0.1), (0.08, 0.16), (0.3, 0.6)])
+def test_computing_waits_for_processors_that_it_shares(used: float, seconds: float) -> None:
+    """Two ranks on one processor: as long as each sleeps for as long as the other computes, nobody waits for it."""
+    programs: list[list[Sequence[Action]]] = [[(Compute(0.1, used),)] for _ in range(2)]
+    outcome = Job(equal(2, LINK, machines=(0, 0), processors=(1,)), programs, [Bucket(4000)]).run()
+    assert max(ends[0] for ends in outcome.ends) == pytest.approx(seconds, rel=0.05)
+    apart = Job(equal(2, LINK, machines=(0, 1), processors=(4, 4)), programs, [Bucket(4000)]).run()
+    assert max(ends[0] for ends in apart.ends) == pytest.approx(0.1)
 
 
 # --- homes ------------------------------------------------------------------------------------------------------------

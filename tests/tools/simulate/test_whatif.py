@@ -18,11 +18,12 @@ from fusion_trace.cli import app
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import load
 from fusion_trace.simulate import recorded as replaying
-from fusion_trace.simulate.calibration import answer, calibrate, scaled
+from fusion_trace.simulate.calibration import _unknown, answer, calibrate, scaled
 from fusion_trace.simulate.changes import Change, parse_bandwidth, replay
 from fusion_trace.simulate.model import FRAMED, CodecCosts
 from fusion_trace.simulate.programs import Compute, Submit, Wait
 from fusion_trace.simulate.recorded import MOST_STEPS, NotRecorded, Recorded, understand
+from fusion_trace.simulate.sharing import Machines, slowed, without_waits
 from tests.diagnosis.generator import Fault, Shape, make
 from tests.tools.synthetic import MS, Job, Straggler, simulate
 
@@ -115,6 +116,47 @@ def test_costs_that_a_slow_link_has_hidden_are_not_told_for_a_fast_one(record: R
     assert found.changed is None
     assert "these models replay it equally well" in found.refused
     assert answer(slow, Change(bandwidth=8e7)).changed is not None
+
+
+def test_a_step_without_its_waits_for_a_processor() -> None:
+    step = (Compute(2.0), Submit(0), Compute(6.0))
+    found = without_waits(step, used=2.0, waited=4.0)
+    assert found == (Compute(1.0, 0.5), Submit(0), Compute(3.0, 1.5))
+    threads = without_waits(step, used=16.0, waited=20.0)  # its own thread has waited for the others', too
+    assert threads == (Compute(2.0, 4.0), Submit(0), Compute(6.0, 12.0))
+    assert slowed(found, 2.0)[0] == Compute(1.5, 1.0)
+
+
+def test_hosts_of_one_machine_wait_for_its_processors(record: Record) -> None:
+    recorded = record(BASE)
+    busy = tuple(tuple(without_waits(step, 0.02, 0.0) for step in program) for program in recorded.programs)
+    on_one, apart = Machines((0, 0, 0), (1,), 0.001), Machines((0, 1, 2), (1, 1, 1), 0.001)
+    shared = replace(recorded, programs=busy, machines=on_one)
+    assert replay(shared, Change()).step > 3 * 0.02
+    assert replay(replace(shared, machines=apart), Change()).step == pytest.approx(recorded.step_seconds, rel=0.1)
+    assert replay(shared, Change(nodes=6)).step > 6 * 0.02
+
+
+def test_a_recording_without_processors_is_replayed_as_if_each_thread_had_one(record: Record) -> None:
+    assert record(BASE).machines is None
+
+
+def test_costs_add_up_to_the_processor_time_that_daemons_used(record: Record) -> None:
+    recorded = replace(record(BASE), machines=Machines((0, 0, 0), (2,), 0.01))
+    for model in calibrate(recorded):
+        if "processors" not in model.what and "costs" not in model.what:
+            assert model.replayed.worked == pytest.approx(0.01, rel=0.05)
+
+
+def test_what_waits_for_shared_processors_is_not_told(record: Record) -> None:
+    """Three ranks compute all the time on two processors: what else these will have to do, nobody knows."""
+    recorded = record(BASE)
+    busy = tuple(tuple(without_waits(step, 0.024, 0.0) for step in program) for program in recorded.programs)
+    shared = replace(recorded, programs=busy, machines=Machines((0, 0, 0), (1,), 0.002))
+    step = replay(shared, Change()).step
+    shared = replace(shared, measured=((step,) * 6,) * 3, every=(step,) * 6)
+    assert answer(shared, Change(bandwidth=2e9)).changed is None
+    assert "processors a third busier" in [m.what for m in _unknown(calibrate(shared)[0], Change(bandwidth=2e9))]
 
 
 def test_a_recording_that_no_model_replays_predicts_nothing(record: Record) -> None:

@@ -41,6 +41,8 @@ class Process:
         records: of `ring_reader.RECORD_DTYPE`, by time; `time` on the job's axis, `name` in the job's table.
         written, overwritten: records, of which the latter are lost.
         paths: the files.
+        machine: the same for all hosts of one machine; "": not recorded.
+        processors: that it may use; 0: not recorded.
     """
 
     role: Role
@@ -52,6 +54,8 @@ class Process:
     written: int
     overwritten: int
     paths: tuple[str, ...]
+    machine: str = ""
+    processors: float = 0.0
 
     def __str__(self) -> str:
         return f"rank {self.rank}" if self.role == Role.WORKER else f"daemon of node {self.node}"
@@ -309,6 +313,8 @@ def _process(role: Role, rank: int, part: Sequence[tuple[Ring, Records]]) -> Pro
         written=sum(ring.written for ring, _ in part),
         overwritten=sum(ring.overwritten for ring, _ in part),
         paths=tuple(ring.path for ring, _ in part),
+        machine=last.machine,
+        processors=last.processors,
     )
 
 

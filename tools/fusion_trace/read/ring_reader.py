@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, MAGIC, NAMES_NBYTES, RECORD, VERSION, WRITERS, Kind, Role
+from fusion_rt.tracing.processors import MACHINE, MACHINE_AT
 
 RECORD_DTYPE = np.dtype(
     [
@@ -65,6 +66,8 @@ class Header:
         written: records ever written.
         names_nbytes: of the table of names.
         lost_names: names that found no room.
+        machine: the same number for all hosts of one machine; "": not recorded.
+        processors: that the process may use; 0: not recorded.
     """
 
     capacity: int
@@ -80,6 +83,8 @@ class Header:
     written: int
     names_nbytes: int
     lost_names: int
+    machine: str
+    processors: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +187,7 @@ def header_of(data: bytes, path: str) -> Header:
         )
     if role not in tuple(Role) or not capacity or host_nbytes + job_nbytes > HEADER_NBYTES - HEADER.size:
         raise TraceError(f"{path} has a damaged header (role {role}, room for {capacity} records)")
+    machine, processors = MACHINE.unpack_from(data[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0"), MACHINE_AT)
     host, job = data[HEADER.size :][:host_nbytes], data[HEADER.size + host_nbytes :][:job_nbytes]
     return Header(
         capacity=capacity,
@@ -197,6 +203,8 @@ def header_of(data: bytes, path: str) -> Header:
         written=written,
         names_nbytes=names_nbytes,
         lost_names=lost_names,
+        machine=machine.hex() if any(machine) else "",
+        processors=processors / 1000,
     )
 
 

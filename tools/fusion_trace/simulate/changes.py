@@ -14,8 +14,9 @@ from fusion_rt import codecs
 from fusion_rt.core.errors import FusionError
 from fusion_trace.simulate import measuring
 from fusion_trace.simulate.model import FRAMED, Bucket, Cluster, CodecCosts, Costs, Link
-from fusion_trace.simulate.programs import Action, Compute, Submit, Wait, around_steps
-from fusion_trace.simulate.recorded import Event, Gradient, Recorded, Tensor
+from fusion_trace.simulate.programs import Action, Compute, Event, Gradient, Submit, Wait, around_steps
+from fusion_trace.simulate.recorded import Recorded, Tensor
+from fusion_trace.simulate.sharing import Machines
 from fusion_trace.simulate.simulation import Job, Outcome
 
 MOST_NODES = 256  # of a replay, in which every message is simulated
@@ -53,12 +54,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step: how long it takes, for how much of that the script is kept waiting (s), and the bytes that a
-    node sends."""
+    """A predicted step: how long it takes, for how much of that the script is kept waiting (s), the bytes that a
+    node sends, and the processor time of its daemon (s)."""
 
     step: float
     exposed: float
     sent: float
+    worked: float = 0.0
 
 
 def parse_bandwidth(text: str) -> float:
@@ -105,7 +107,10 @@ def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCos
     shifted = [_taken_in_turn(plain, rank, len(recorded.numbers)) for rank in range(ranks)]
     adapted = [_for_algorithm(program, len(buckets), spec) for program in shifted]
     links = tuple(_link(recorded.links[node % recorded.nodes], change) for node in range(nodes))
-    cluster = Cluster(links, recorded.workers, costs, max(recorded.chunk_bytes, 4096))
+    machines, processors = _machines(recorded.machines, nodes)
+    cluster = Cluster(
+        links, recorded.workers, costs, max(recorded.chunk_bytes, 4096), machines=machines, processors=processors
+    )
     outcome = Job(cluster, adapted, buckets, algorithm, codec).run()
     return _prediction(outcome, len(recorded.numbers), nodes)
 
@@ -113,7 +118,20 @@ def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCos
 def _prediction(outcome: Outcome, steps: int, nodes: int) -> Prediction:
     skip = 1 if steps > 1 else 0  # in the first, nothing is under way yet
     sent = sum(traffic.sent for traffic in outcome.traffic) / nodes / steps
-    return Prediction(outcome.step_seconds(skip), outcome.waited_seconds(skip), sent)
+    return Prediction(
+        outcome.step_seconds(skip), outcome.waited_seconds(skip), sent, sum(outcome.worked) / nodes / steps
+    )
+
+
+def _machines(recorded: Machines | None, nodes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the machines of so many nodes, and their processors: on the same ones, where several nodes shared one, or
+    each on its own."""
+    if recorded is None:
+        return (), ()
+    of, processors = recorded.of, recorded.processors
+    if len(processors) == len(of):
+        return tuple(range(nodes)), tuple(processors[node % len(of)] for node in range(nodes))
+    return tuple(of[node % len(of)] for node in range(nodes)), processors
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -139,7 +157,10 @@ def _without_stragglers(programs: Sequence[Sequence[Sequence[Event]]]) -> tuple[
         for rank, program in enumerate(programs):
             factor = middle / computed[rank] if computed[rank] else 1.0
             found[rank].append(
-                tuple(Compute(e.seconds * factor) if isinstance(e, Compute) else e for e in program[number])
+                tuple(
+                    Compute(e.seconds * factor, e.used * factor) if isinstance(e, Compute) else e
+                    for e in program[number]
+                )
             )
     return tuple(tuple(steps) for steps in found)
 

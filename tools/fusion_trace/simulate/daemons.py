@@ -36,6 +36,11 @@ class Host:
         self._pool = [Thread(simulator, processor) for _ in range(self.costs.threads)]
         self._turn = 0
 
+    @property
+    def worked(self) -> float:
+        """Processor time of all its threads (s)."""
+        return sum(thread.busy for thread in (self.loop, self._sending, self._receiving, *self._pool))
+
     def send(self, target: int, nbytes: int, priority: int, then: Callable[..., None], *arguments: Any) -> None:
         """Sends a payload (at least one byte is taken to be sent); the target's loop does `then`, having received it.
 

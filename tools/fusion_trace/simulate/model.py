@@ -133,7 +133,8 @@ class Cluster:
         workers: on each node.
         costs: of each daemon.
         chunk_bytes, window_bytes: the settings.
-        cores: if all nodes are on one machine with so many, as in netlab; else each thread has a core.
+        machines: of each node, the number of the machine that it is on; processors: of each machine, which its workers
+            and daemons share. Empty: each thread has a processor.
     """
 
     links: tuple[Link, ...]
@@ -141,7 +142,8 @@ class Cluster:
     costs: Costs = field(default_factory=Costs)
     chunk_bytes: int = 2 << 20
     window_bytes: int = 16 << 20
-    cores: int | None = None
+    machines: tuple[int, ...] = ()
+    processors: tuple[int, ...] = ()
     sparse_route: str = "auto"
 
     @property

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from fusion_rt.algorithms import Algorithm
-from fusion_trace.simulate.simulator import Simulator
+from fusion_trace.simulate.simulator import Processor, Simulator
+
+SLICE = 2e-3  # s, for which a worker computes before it may have to wait for a processor again
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """An action: computes for so many seconds."""
+    """An action: computes for so many seconds, if it has not to wait for a processor, which it uses for some of them
+    (more than all of them if it has several threads)."""
 
     seconds: float
+    used: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,15 @@ class Wait:
     bucket: int
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """A mark in a recorded step: a gradient is complete."""
+
+    name: str
+
+
 Action: TypeAlias = Compute | Submit | Wait
+Event: TypeAlias = Action | Gradient
 Step: TypeAlias = Sequence[Action]
 Program: TypeAlias = Sequence[Step]
 
@@ -69,6 +82,7 @@ class Worker:
     Args:
         submit: called with (rank, bucket, clock).
         ended: called with the rank when its program has ended.
+        processor: that it shares with others; None: it never waits for one.
 
     Attributes:
         ends: when each step ended (s).
@@ -82,11 +96,14 @@ class Worker:
         program: Program,
         submit: Callable[[int, int, int], None],
         ended: Callable[[int], None] = lambda rank: None,
+        processor: Processor | None = None,
     ) -> None:
         self.rank = rank
         self.ends: list[float] = []
         self.waited: list[float] = []
         self._simulator, self._submit, self._ended = simulator, submit, ended
+        self._processor = processor
+        self._threads = 0
         self._program = program
         self._clocks: dict[int, int] = {}
         self._under_way: set[int] = set()
@@ -115,7 +132,7 @@ class Worker:
         while not self.done:
             for action in self._actions:
                 if isinstance(action, Compute):
-                    self._simulator.after(action.seconds, self._go_on)
+                    self._compute(action)
                     return
                 if isinstance(action, Submit):
                     if action.if_answered and action.bucket in self._under_way:
@@ -132,3 +149,27 @@ class Worker:
             self._waited = 0.0
             self._actions = iter(next(self._steps, ()))
         self._ended(self.rank)
+
+    def _compute(self, action: Compute) -> None:
+        """Computes in slices, each of them partly on a processor; with several threads if it uses more than one."""
+        if self._processor is None or not action.used:
+            self._simulator.after(action.seconds, self._go_on)
+            return
+        self._threads = math.ceil(action.used / max(action.seconds, 1e-9) - 1e-6)
+        slices = math.ceil(action.seconds / SLICE)
+        busy = action.used / self._threads / slices
+        idle = max(action.seconds / slices - busy, 0.0)
+        for _ in range(self._threads):
+            self._slice(self._processor, slices, busy, idle)
+
+    def _slice(self, processor: Processor, left: int, busy: float, idle: float) -> None:
+        def ran() -> None:
+            processor.give()
+            self._simulator.after(idle, self._slice, processor, left - 1, busy, idle)
+
+        if left:
+            processor.take(lambda: self._simulator.after(busy, ran))
+            return
+        self._threads -= 1
+        if not self._threads:
+            self._go_on()

@@ -27,25 +27,17 @@ from fusion_trace.read.operations import Operation, Operations, Step, operations
 from fusion_trace.read.spans import union
 from fusion_trace.simulate.links import links_of
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
-from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
+from fusion_trace.simulate.programs import Compute, Event, Gradient, Submit, Wait
+from fusion_trace.simulate.sharing import Machines, machines_of, used_in, without_waits
 
 S = 1e9  # ns
 MOST_STEPS = 60  # that are replayed: the simulator handles every message of each
+_UNDISTURBED = 0.1  # quantile of what takes a little longer than without waiting for a processor
 _MOST_OPERATIONS = 20_000  # of a job, in which links are looked for where the chosen steps sent nothing large
 
 
 class NotRecorded(FusionError):
     """The trace lacks what a simulation needs."""
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A mark in a worker's step: a gradient is complete."""
-
-    name: str
-
-
-Event = Action | Gradient
 
 
 @dataclass(frozen=True)
@@ -75,6 +67,8 @@ class Recorded:
         codec: a text that stands for what buckets were encoded with; its costs are in `costs`.
         chunk_bytes: the largest payload.
         sent: payload bytes of all nodes in a step.
+        machines: whose processors the job's processes share; then programs and costs are without waiting for one. None:
+            each has one, or it is not known.
         problems: sentences.
     """
 
@@ -94,6 +88,7 @@ class Recorded:
     codec: str
     chunk_bytes: int
     sent: float
+    machines: Machines | None
     problems: tuple[str, ...]
 
     @property
@@ -129,6 +124,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     problems: list[str] = []
     if not numbers:
         raise NotRecorded("the ranks have no training step in common in this trace")
+    chosen_steps = [[its[number] for number in numbers] for its in steps.values()]
     every_step = tuple(statistics.fmean(its[number].ns for its in steps.values()) / S for number in numbers)
     if len(numbers) > MOST_STEPS:
         problems.append(f"of {len(numbers)} steps {MOST_STEPS} are replayed, which stand for long and short ones alike")
@@ -147,11 +143,17 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     programs = tuple(
         tuple(_program(trace, trace.workers[rank], steps[rank][number], index) for number in numbers) for rank in ranks
     )
+    machines = machines_of(trace, nodes, chosen_steps)
+    if machines is not None:
+        programs = tuple(
+            tuple(without_waits(step, *used[number]) for number, step in zip(numbers, program, strict=True))
+            for program, used in zip(programs, (used_in(trace.workers[rank]) for rank in ranks), strict=True)
+        )
     if not any(isinstance(event, Submit) for program in programs for step in program for event in step):
         raise NotRecorded("no worker has handed anything to its daemon in these steps")
     chunks = [chunk for op in found for chunk in op.chunks]
     links, bursty = links_of(chunks, nodes, lambda: _all_chunks(every), problems)
-    costs = _costs(found, trace, defaults, problems)
+    costs = _costs(found, trace, defaults, problems, 0.5 if machines is None else _UNDISTURBED)
     sent = float(sum(chunk.nbytes for chunk in chunks if chunk.sent is not None)) / len(numbers)
     plans = sum(b.nbytes for b in buckets)
     codec, costs = _codec(found, sent, plans, len(nodes), costs)
@@ -172,6 +174,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         codec=codec,
         chunk_bytes=max((chunk.nbytes for chunk in chunks), default=2 << 20),
         sent=sent,
+        machines=machines,
         problems=tuple(problems),
     )
 
@@ -276,8 +279,12 @@ def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problems: list[str]) -> Costs:
-    """Returns the costs as recorded; what a link carries has ZeroMQ's work in it."""
+def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problems: list[str], share: float) -> Costs:
+    """Returns the costs as recorded; what a link carries has ZeroMQ's work in it.
+
+    Args:
+        share: the quantile of what was recorded of each.
+    """
     there = [
         (part.ready[rank] - worker.submitted) / S
         for op in found
@@ -290,8 +297,8 @@ def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problem
         for rank, worker in op.workers.items()
         if (part := op.daemons.get(trace.node_of[rank])) and worker.done is not None and rank in part.answered
     ]
-    local = statistics.median(there) + statistics.median(back) if there and back else defaults.local
-    receive, byte = _chunk_costs(trace)
+    local = float(np.quantile(there, share) + np.quantile(back, share)) if there and back else defaults.local
+    receive, byte = _chunk_costs(trace, share)
     if receive is None:
         problems.append("no kernels were recorded: their costs are assumed")
         return replace(defaults, local=max(local, 0.0), io_send=0.0, io_receive=0.0)
@@ -300,7 +307,7 @@ def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problem
     )
 
 
-def _chunk_costs(trace: JobTrace) -> tuple[float | None, float]:
+def _chunk_costs(trace: JobTrace, share: float) -> tuple[float | None, float]:
     """Returns the seconds for a chunk, and for each of its bytes, that daemons take for what has come."""
     sizes: dict[int, list[float]] = defaultdict(list)
     for daemon in trace.daemons.values():
@@ -317,7 +324,7 @@ def _chunk_costs(trace: JobTrace) -> tuple[float | None, float]:
                 sizes[nbytes].append((time - begin) / S)
     if not sizes:
         return None, 0.0
-    medians = {nbytes: statistics.median(times) for nbytes, times in sizes.items()}
+    medians = {nbytes: float(np.quantile(times, share)) for nbytes, times in sizes.items()}
     largest, smallest = max(medians), min(medians)
     if largest < 2 * smallest + 1024:  # all of one size
         return medians[largest] / 2, medians[largest] / 2 / max(largest, 1)

@@ -27,12 +27,14 @@ class Outcome:
         ends: of each rank, when each of its steps ended (s).
         waited: of each rank, for how long each step was kept waiting (s).
         traffic: of each node.
+        worked: of each node, processor time of its daemon (s).
         events: that it took to find out.
     """
 
     ends: tuple[tuple[float, ...], ...]
     waited: tuple[tuple[float, ...], ...]
     traffic: tuple[Traffic, ...]
+    worked: tuple[float, ...]
     events: int
 
     def step_seconds(self, skip: int = 1) -> float:
@@ -79,8 +81,10 @@ class Job:
             raise ValueError(f"{len(programs)} programs are not one for each of {nodes * cluster.workers} ranks")
         self.simulator = Simulator()
         self.network = Network(self.simulator, cluster.links[:nodes], arrivals)
-        processor = None if cluster.cores is None else Processor(self.simulator, cluster.cores)
-        self.hosts = [Host(self.simulator, self.network, cluster, n, processor) for n in range(nodes)]
+        shared = [Processor(self.simulator, count) for count in cluster.processors]
+        processors: list[Processor | None] = [shared[machine] for machine in cluster.machines]
+        processors = processors or [None] * nodes
+        self.hosts = [Host(self.simulator, self.network, cluster, n, processors[n]) for n in range(nodes)]
         for host in self.hosts:
             host.others = [host] * cluster.nodes if alike else self.hosts
         spec = chosen.parse(algorithm)
@@ -93,8 +97,9 @@ class Job:
                 daemons.append(Homes(host, daemons, buckets, codec, spec, homes, self._answered))
         self._daemons = daemons
         self.workers = [
-            Worker(self.simulator, rank, program, daemons[cluster.node_of(rank)].submit, self._ended)
+            Worker(self.simulator, rank, program, daemons[node].submit, self._ended, processors[node])
             for rank, program in enumerate(programs)
+            for node in (cluster.node_of(rank),)
         ]
 
     def _answered(self, rank: int, bucket: int) -> None:
@@ -120,6 +125,7 @@ class Job:
             tuple(tuple(worker.ends) for worker in self.workers),
             tuple(tuple(worker.waited) for worker in self.workers),
             tuple(self.network.traffic),
+            tuple(host.worked for host in self.hosts),
             self.simulator.events,
         )
 
