@@ -10,19 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_costs
 from typer.testing import CliRunner
 
 from fusion_rt.core.errors import FusionError
-from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.cli import app
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import load
 from fusion_trace.simulate import recorded as replaying
 from fusion_trace.simulate.calibration import _unknown, answer, calibrate, scaled
 from fusion_trace.simulate.changes import Change, parse_bandwidth, replay
-from fusion_trace.simulate.model import FRAMED, CodecCosts
+from fusion_trace.simulate.model import FRAMED, Bucket, CodecCosts
 from fusion_trace.simulate.programs import Compute, Submit, Wait
-from fusion_trace.simulate.recorded import MOST_STEPS, NotRecorded, Recorded, understand
+from fusion_trace.simulate.recorded import MOST_STEPS, NotRecorded, Recorded, representative, understand
 from fusion_trace.simulate.sharing import Machines, slowed, without_waits
 from tests.diagnosis.generator import Fault, Shape, make
 from tests.tools.synthetic import MS, Job, Straggler, simulate
@@ -217,6 +218,60 @@ def test_the_replay_of_chosen_steps_is_that_of_all_of_them(monkeypatch: pytest.M
     assert (len(few.numbers), len(many.numbers)) == (60, 199)
     for change in (Change(), Change(bandwidth=1e9), Change(no_straggler=True)):
         assert replay(few, change).step == pytest.approx(replay(many, change).step, rel=0.02)
+
+
+@pytest.mark.parametrize("every", [7, 50, 150])
+def test_rare_exchanges_are_replayed_as_often_as_they_are(every: int) -> None:
+    """DiLoCo and the like: they are not longer than other steps, and still neither lost nor too many."""
+    exchanging = [step % every == every - 1 for step in range(STEPS)]
+    places = representative([1.0] * STEPS, MOST_STEPS, exchanging)
+    chosen = [exchanging[place] for place in places]
+    assert sum(chosen) >= 4
+    assert sum(chosen) / len(chosen) == pytest.approx(1 / every, rel=0.1)
+    assert list(places) == sorted(set(places))
+
+
+def rarely_exchanging(record: Record, tmp_path: Path, kept: set[int]) -> Recorded:
+    """Replays a job whose buckets are handed over in some steps only."""
+    truth = simulate(replace(BASE, loss=False))
+    for (role, _), tape in truth.tapes.items():
+        if role == Role.WORKER:
+            tape.rows = [row for row in tape.rows if row[6] != Kind.SUBMITTED or row[2] in kept]
+    truth.write(tmp_path)
+    return understand(load([str(tmp_path)], str(tmp_path)))
+
+
+def test_one_exchange_tells_nothing_about_how_often_there_are_some(record: Record, tmp_path: Path) -> None:
+    with pytest.raises(NotRecorded, match="of 5 steps one exchanges data"):
+        rarely_exchanging(record, tmp_path, {3})
+    assert len(rarely_exchanging(record, tmp_path, {2, 4}).numbers) == 5
+
+
+def test_more_bytes_on_a_link_of_which_no_rate_is_known_are_refused(record: Record) -> None:
+    """A job whose messages are small, such as top-k's, says nothing about what a dense one would take."""
+    codec = "topk(density=0.01, minimum=0)"
+    recorded = replace(record(BASE), assumed=(0, 2), codec=codec)
+    recorded = replace(recorded, costs=replace_costs(recorded.costs, codecs={codec: CodecCosts(0.01)}))
+    step = replay(recorded, Change()).step
+    recorded = replace(recorded, measured=((step,) * 6,) * 3)
+    refused = answer(recorded, Change(density=1), cheap)
+    assert refused.changed is None
+    assert "too little to tell how fast the links of node 0, 2 may be: say it (--bandwidth)" in refused.refused
+    assert "--bandwidth" not in answer(recorded, Change(density=1, bandwidth=1e8), cheap).refused
+    assert "--bandwidth" not in answer(recorded, Change(no_straggler=True)).refused
+
+
+def test_small_tensors_travel_whole_with_a_codec_that_selects(record: Record) -> None:
+    recorded = record(BASE)  # buckets of two tensors, with 131072 elements each
+    halved = (Bucket(1 << 20, ((1 << 17,), (1 << 10, 1 << 7))),) * 3
+    small = (Bucket(1 << 20, ((10_000,),) * 26 + ((2144,),)),) * 3
+    costs = CodecCosts(0.0075)
+    sent = [
+        replay(replace(recorded, buckets=(*its, recorded.buckets[3])), Change(density=0.01), lambda _: costs).sent
+        for its in (halved, small)
+    ]
+    assert sent[1] > 30 * sent[0]
+    assert record(BASE).tensors[0].shape
 
 
 def test_another_latency_is_predicted(record: Record) -> None:

@@ -62,7 +62,7 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     console.print(table)
     console.print(
         f"The replay of what was recorded is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}; "
-        f"{len(found.models)} models replay it about as well."
+        f"{_models(len(found.models))} about as well."
     )
     if found.changed is not None:
         step, was = found.changed.step, found.recorded.step.value
@@ -74,6 +74,10 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     for problem in recorded.problems:
         console.print(f"Note: {problem}.")
     problems(console, trace.problems)
+
+
+def _models(number: int) -> str:
+    return "1 model replays it" if number == 1 else f"{number} models replay it"
 
 
 def _encoded(recorded: Recorded) -> str:

@@ -32,6 +32,7 @@ NEARLY = 0.05  # more than the best replay's error
 LEAST = 0.03  # of what was recorded, or of a longer figure: replays of which everything is known are as far off
 WIDEST = 0.15  # half of what models say, of its middle; beyond that they disagree
 VAGUE = 0.3  # half of an interval, of its middle; beyond that a prediction is of no use
+MORE = 1.1  # times as many bytes as were recorded need a rate
 _NAMED = 3  # models, in a sentence
 _SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
 _OF_CODECS = ("contribute", "pack", "unpack", "add", "conclude", "write")
@@ -117,6 +118,8 @@ def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -
     corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(tried, raw, strict=True)]
     middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
     spread = _spread([p for pair in corrected for p in pair], middle)
+    if recorded.assumed and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
+        return replace(found, refused=_no_rate(recorded, middle.sent))
     if spread.step.width > WIDEST:
         return replace(found, refused=_not_told(tried, spread.step))
     changed = _widened(spread, recorded)
@@ -284,6 +287,14 @@ def _scatter(recorded: Recorded) -> float:
     error = float(means.std(ddof=1)) / math.sqrt(len(means))
     wider = 1 + 2.5 / len(means)  # as Student's t has it
     return NormalDist().inv_cdf(0.975) * wider * error / float(steps.mean())
+
+
+def _no_rate(recorded: Recorded, sent: float) -> str:
+    return (
+        f"it would send {sent / 1e6:.3g} MB a step, and {recorded.sent / recorded.nodes / 1e6:.3g} MB were recorded, "
+        f"too little to tell how fast the {'link' if len(recorded.assumed) == 1 else 'links'} of node "
+        f"{', '.join(map(str, recorded.assumed))} may be: say it (--bandwidth)"
+    )
 
 
 def _too_wrong(error: float) -> str:

@@ -176,7 +176,7 @@ def _fused(
     groups = _groups(tensors, threshold)
     others = [i for i in range(len(recorded.buckets)) if i not in {t.bucket for t in tensors}]
     number_of = {old: new for new, old in enumerate(others, len(groups))}
-    buckets = [Bucket(max(4, sum(t.nbytes for t in group) // 4 * 4)) for group in groups]
+    buckets = [Bucket(max(4, sum(t.nbytes for t in group) // 4 * 4), tuple(t.shape for t in group)) for group in groups]
     buckets += [recorded.buckets[old] for old in others]
     of = {tensor.name: index for index, group in enumerate(groups) for tensor in group}
     after: dict[int, list[int]] = {}

@@ -19,6 +19,7 @@ from fusion_rt.codecs import BucketCodec, Codec
 from fusion_rt.codecs.base import Array, Layout, Span
 from fusion_rt.codecs.factoring import FactoringBucketCodec, FactoringCodec
 from fusion_rt.codecs.summing import SummingBucketCodec
+from fusion_rt.codecs.tensor_rules import TensorRules
 from fusion_trace.simulate.ghosts import F32, Spend, payload, values
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs
 
@@ -58,6 +59,13 @@ class ElementCodec(BucketCodec):
         return round(4 * n * self._codec.ratio)
 
 
+def _encoded(bucket: Bucket, chosen: Codec, ratio: float) -> float:
+    """Returns the bytes of a bucket on the wire. Tensors that are too small for the codec travel whole."""
+    rules: TensorRules | None = getattr(chosen, "rules", None)
+    whole = sum(end - start for start, end in rules.dense(real_layout(bucket))) if rules is not None else 0
+    return 4 * (whole + (bucket.elements - whole) * ratio)
+
+
 class _NotByElements(BucketCodec):
     """A simulated codec whose exchange does not encode elements in chunks."""
 
@@ -81,11 +89,7 @@ class SummingCodec(_NotByElements, SummingBucketCodec):
         super().__init__(Layout(F32, bucket.elements), chosen)
         self.adapts = self.blank = chosen.selecting  # type: ignore[misc]  # of the real ones they are of the class
         self._codec, self._spend = codec, spend
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of the whole bucket, on the wire."""
-        return 4 * self.layout.elements * self._codec.ratio
+        self.nbytes = _encoded(bucket, chosen, codec.ratio)  # of the whole bucket, on the wire
 
     def contribute(self, values: Array) -> _Portion:
         self.step += 1
@@ -186,9 +190,10 @@ def open_codec(text: str, bucket: Bucket, costs: Costs, spend: Spend) -> BucketC
 
 def wire_nbytes(text: str, bucket: Bucket, costs: Costs) -> int:
     """Bytes of a bucket that is encoded as a whole, as parcels to and from homes are."""
-    if codecs.parse(text).lossless:
+    chosen = codecs.parse(text)
+    if chosen.lossless:
         return bucket.nbytes
-    return math.ceil(bucket.nbytes * costs.codec(text).ratio) + _HEAD
+    return math.ceil(_encoded(bucket, chosen, costs.codec(text).ratio)) + _HEAD
 
 
 def real_layout(bucket: Bucket) -> Layout:

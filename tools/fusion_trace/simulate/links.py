@@ -32,8 +32,9 @@ _Times = NDArray[np.float64]
 
 def links_of(
     chunks: Iterable[Chunk], nodes: Sequence[int], others: Callable[[], Iterable[Chunk]], problems: list[str]
-) -> tuple[tuple[Link, ...], tuple[Link, ...] | None]:
-    """Returns the link of each node; and the same links if they let bursts pass, where something speaks for that.
+) -> tuple[tuple[Link, ...], tuple[Link, ...] | None, tuple[int, ...]]:
+    """Returns the link of each node; the same links if they let bursts pass, where something speaks for that; and the
+    nodes of whose links no rate is known.
 
     A node's link is the faster of what it sends and what it receives, since the slower one is some other node's doing.
 
@@ -43,9 +44,11 @@ def links_of(
     directions = _directions(chunks, nodes)
     if len(nodes) > 1 and not all(any(_is_large(side) for side in sides) for sides in directions):
         directions = _directions(others(), nodes)
-    found = []
+    found, assumed = [], []
     for node, sides in zip(nodes, directions, strict=True):
         known = [speed for side in sides if (speed := link_speed(*side)) is not None]
+        if not known:
+            assumed.append(node)
         if not known and len(nodes) > 1:
             problems.append(
                 f"node {node} has sent and received nothing large: how fast its link is cannot be told, and 10 Gbit/s "
@@ -54,8 +57,8 @@ def links_of(
         found.append(Link(max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)))
     bursty = [_bursty(link, sides) for link, sides in zip(found, directions, strict=True)]
     if not any(bursty):
-        return tuple(found), None
-    return tuple(found), tuple(better or link for better, link in zip(bursty, found, strict=True))
+        return tuple(found), None, tuple(assumed)
+    return tuple(found), tuple(better or link for better, link in zip(bursty, found, strict=True)), tuple(assumed)
 
 
 _Direction = tuple[Ints, Ints, Ints]

@@ -112,7 +112,7 @@ class Bucket:
 
     Attributes:
         nbytes: of the dense bucket; a multiple of 4.
-        shapes: of its tensors, where a codec looks at them (powersgd).
+        shapes: of its tensors, if they are known: codecs look at them, and send small ones whole.
     """
 
     nbytes: int

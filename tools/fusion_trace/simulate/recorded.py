@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +25,7 @@ from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import Operation, Operations, Step, operations, pairs, steps_of, within
 from fusion_trace.read.spans import union
 from fusion_trace.simulate.links import links_of
@@ -32,6 +35,7 @@ from fusion_trace.simulate.sharing import Machines, machines_of, used_in, withou
 
 S = 1e9  # ns
 MOST_STEPS = 60  # that are replayed: the simulator handles every message of each
+LEAST_EXCHANGES = 4  # that are replayed, if there are so many and they are rare
 _UNDISTURBED = 0.1  # quantile of what takes a little longer than without waiting for a processor
 _MOST_OPERATIONS = 20_000  # of a job, in which links are looked for where the chosen steps sent nothing large
 
@@ -47,6 +51,7 @@ class Tensor:
     name: str
     nbytes: int
     bucket: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Recorded:
         tensors: of the plan, in its order; empty where it was not recorded.
         links: by node.
         bursty: by node, the same links if they let bursts pass; None if nothing speaks for that.
+        assumed: nodes of whose links no rate is known.
         costs: of the daemons.
         codec: a text that stands for what buckets were encoded with; its costs are in `costs`.
         chunk_bytes: the largest payload.
@@ -84,6 +90,7 @@ class Recorded:
     tensors: tuple[Tensor, ...]
     links: tuple[Link, ...]
     bursty: tuple[Link, ...] | None
+    assumed: tuple[int, ...]
     costs: Costs
     codec: str
     chunk_bytes: int
@@ -126,9 +133,13 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         raise NotRecorded("the ranks have no training step in common in this trace")
     chosen_steps = [[its[number] for number in numbers] for its in steps.values()]
     every_step = tuple(statistics.fmean(its[number].ns for its in steps.values()) / S for number in numbers)
+    exchanging = _exchanging(trace, steps, numbers)
     if len(numbers) > MOST_STEPS:
-        problems.append(f"of {len(numbers)} steps {MOST_STEPS} are replayed, which stand for long and short ones alike")
-        numbers = tuple(numbers[place] for place in representative(every_step, MOST_STEPS))
+        places = representative(every_step, MOST_STEPS, exchanging)
+        problems.append(
+            f"of {len(numbers)} steps {len(places)} are replayed, which stand for long and short ones alike"
+        )
+        numbers = tuple(numbers[place] for place in places)
     nodes = sorted(set(trace.node_of.values()))
     sizes = Counter(trace.node_of.values())
     if len(set(sizes.values())) > 1:
@@ -138,7 +149,11 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     names = tuple(dict.fromkeys(op.key.name for op in found))
     index = {name: number for number, name in enumerate(names)}
     nbytes = {name: max(op.nbytes for op in found if op.key.name == name) for name in names}
-    buckets = tuple(Bucket(max(4, -(-nbytes[name] // 4) * 4)) for name in names)
+    tensors = _tensors(trace, index)
+    buckets = tuple(
+        Bucket(max(4, -(-nbytes[name] // 4) * 4), tuple(tensor.shape for tensor in tensors if tensor.bucket == number))
+        for number, name in enumerate(names)
+    )
     ranks = sorted(trace.workers)
     programs = tuple(
         tuple(_program(trace, trace.workers[rank], steps[rank][number], index) for number in numbers) for rank in ranks
@@ -152,7 +167,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     if not any(isinstance(event, Submit) for program in programs for step in program for event in step):
         raise NotRecorded("no worker has handed anything to its daemon in these steps")
     chunks = [chunk for op in found for chunk in op.chunks]
-    links, bursty = links_of(chunks, nodes, lambda: _all_chunks(every), problems)
+    links, bursty, assumed = links_of(chunks, nodes, lambda: _all_chunks(every), problems)
     costs = _costs(found, trace, defaults, problems, 0.5 if machines is None else _UNDISTURBED)
     sent = float(sum(chunk.nbytes for chunk in chunks if chunk.sent is not None)) / len(numbers)
     plans = sum(b.nbytes for b in buckets)
@@ -167,9 +182,10 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         waited=tuple(_waited(trace.workers[rank], [steps[rank][number] for number in numbers]) for rank in ranks),
         names=names,
         buckets=buckets,
-        tensors=_tensors(trace, index),
+        tensors=tensors,
         links=links,
         bursty=bursty,
+        assumed=assumed,
         costs=costs,
         codec=codec,
         chunk_bytes=max((chunk.nbytes for chunk in chunks), default=2 << 20),
@@ -179,16 +195,52 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     )
 
 
-def representative(lengths: Sequence[float], most: int) -> tuple[int, ...]:
+def representative(lengths: Sequence[float], most: int, exchanging: Sequence[bool] = ()) -> tuple[int, ...]:
     """Returns places of steps that stand for all, in order.
+
+    Args:
+        exchanging: of each step, whether it is one of few in which data is exchanged. There are as many of these among
+            the chosen ones as among all, which are then more than `most` where they are rare: others take no messages.
 
     Steps are sorted by length and cut into as many groups of the same size; of each the step is taken that is nearest
     to its mean. So the chosen ones have the median, the mean and the spikes of all, wherever in the job they are: where
     steps drift, or every n-th is long, those in the middle, or at even distances, have not.
     """
     values = np.array(lengths)
-    groups = np.array_split(np.argsort(values, kind="stable"), min(most, len(values)))
-    return tuple(sorted(int(group[np.argmin(np.abs(values[group] - values[group].mean()))]) for group in groups))
+    rare = np.flatnonzero(exchanging)
+    quiet = np.setdiff1d(np.arange(len(values)), rare)
+    some = min(len(rare), max(round(most * len(rare) / len(values)), LEAST_EXCHANGES)) if len(rare) else 0
+    others = round(some * len(quiet) / len(rare)) if some else min(most, len(values))
+    groups = [*np.array_split(_by_length(values, rare), some or 1), *np.array_split(_by_length(values, quiet), others)]
+    return tuple(sorted(int(g[np.argmin(np.abs(values[g] - values[g].mean()))]) for g in groups if len(g)))
+
+
+def _by_length(values: NDArray[np.float64], places: Ints) -> Ints:
+    return places[np.argsort(values[places], kind="stable")]
+
+
+def _exchanging(trace: JobTrace, steps: Mapping[int, Mapping[int, Step]], numbers: Sequence[int]) -> tuple[bool, ...]:
+    """Says of each step whether ranks hand over data in it, where that is in less than half of the steps.
+
+    Raises:
+        NotRecorded: it is in one step, of which nobody can say how often it comes.
+    """
+    handed = np.zeros(len(numbers))
+    for rank, its in steps.items():
+        records = trace.workers[rank].of(Kind.SUBMITTED)
+        place = np.searchsorted(np.array([its[number].end for number in numbers]), records["time"])
+        begin = np.array([its[number].begin for number in numbers])
+        inside = (place < len(numbers)) & (records["time"] >= begin[np.minimum(place, len(numbers) - 1)])
+        np.add.at(handed, place[inside], records["value"][inside])
+    found = handed > 0.1 * handed.max()
+    if 2 * found.sum() >= len(found):
+        return ()
+    if found.sum() < 2:
+        raise NotRecorded(
+            f"of {len(numbers)} steps one exchanges data: how often that is cannot be told; a longer recording, or "
+            "more --steps, would tell"
+        )
+    return tuple(found.tolist())
 
 
 def _handed_over_in(
@@ -269,11 +321,19 @@ def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
         if len(records):
             latest = records[records["plan"] == records["plan"][-1]]
             found = (
-                Tensor(trace.names[name], nbytes, index.get(f"bucket {extra}", -1))
-                for name, nbytes, extra in zip(*(latest[f].tolist() for f in ("name", "value", "extra")), strict=True)
+                Tensor(trace.names[name], nbytes, index.get(f"bucket {extra}", -1), _shape(trace.names[about], nbytes))
+                for name, nbytes, extra, about in zip(
+                    *(latest[f].tolist() for f in ("name", "value", "extra", "clock")), strict=True
+                )
             )
             return tuple(dict.fromkeys(found))  # a plan is recorded anew from time to time
     return ()
+
+
+def _shape(about: str, nbytes: int) -> tuple[int, ...]:
+    """Returns the shape in a text such as `float32 [2, 3]`; of the bytes as float32 if it is of something else."""
+    shape = tuple(int(size) for size in re.findall(r"\d+", about.partition("[")[2]))
+    return shape if shape and 4 * math.prod(shape) == nbytes else (nbytes // 4,)
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
@@ -344,7 +404,7 @@ def _codec(found: Sequence[Operation], sent: float, nbytes: int, nodes: int, cos
     contribute = sum(seconds) / per_step if seconds and runs else 0.0
     if 0.45 < share < 0.55:  # nobody selects half of all elements
         return "fp16", replace(costs, codecs={**costs.codecs, "fp16": CodecCosts(0.5, contribute=contribute)})
-    text = f"topk(density={min(max(share, 1e-4), 1.0):.4g})"
+    text = f"topk(density={min(max(share, 1e-4), 1.0):.4g}, minimum=0)"  # what small tensors take is in the share
     # What daemons did with chunks was the codec's work, most of it with a few of them, and not a sum of dense values.
     came = sum(chunk.nbytes for op in found for chunk in op.chunks if chunk.received is not None)
     work = sum(span.ns / S for op in found for part in op.daemons.values() for span in part.kernels["reduce"])
