@@ -349,7 +349,11 @@ def diff(
     seed: Annotated[int, typer.Option(help="Of the resampling.", min=0)] = 0,
     fail_above: Annotated[
         str,
-        typer.Option("--fail-above", metavar="5%", help="Exit with 3 if steps are slower by more, and not by chance."),
+        typer.Option(
+            "--fail-above",
+            metavar="5%",
+            help="Exit with 3 if steps are slower by more, and not by chance; with 5 if the median does not tell.",
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -373,6 +377,8 @@ def diff(
         typer.echo(answer.what, err=True)
         if answer.slower:
             raise typer.Exit(3)
+        if answer.undecided:
+            raise typer.Exit(5)
 
 
 @app.command()

@@ -246,7 +246,14 @@ def test_the_gate_lets_the_same_and_faster_steps_pass_and_says_what_it_cannot_ex
     assert not diff.gate(compare(noisy(3, 200, 2e8), noisy(4, 200)), 0.05).slower
     unsure = diff.gate(compare(noisy(5, 12, 2e8), noisy(6, 12, 2e8)), 0.01)
     assert not unsure.slower
+    assert unsure.undecided
     assert "cannot be excluded" in unsure.what
+    assert unsure.what.endswith("more steps would tell")
+    rare = diff.gate(
+        compare(noisy(3, 60), noisy(4, 60)), 0.05
+    )  # says nothing of the slowest twentieth, and enough else
+    assert "95 % (too few steps)" in rare.what
+    assert not rare.undecided
 
 
 def test_the_command_fails_above_the_limit_and_only_then(tmp_path: Path) -> None:
@@ -256,6 +263,10 @@ def test_the_command_fails_above_the_limit_and_only_then(tmp_path: Path) -> None
     assert CliRunner().invoke(app, ["diff", *paths, "--fail-above", "5%"]).exit_code == 3
     assert CliRunner().invoke(app, ["diff", *paths, "--fail-above", "900%"]).exit_code == 0
     assert CliRunner().invoke(app, ["diff", *reversed(paths), "--fail-above", "5%"]).exit_code == 0
+    traced(tmp_path / "c", Job(steps=10, jitter=0.4))
+    traced(tmp_path / "d", Job(steps=10, jitter=0.4, seed=1))
+    undecided = CliRunner().invoke(app, ["diff", str(tmp_path / "c"), str(tmp_path / "d"), "--fail-above", "1%"])
+    assert undecided.exit_code == 5, undecided.output
     for wrong in ("5", "0.05", "-5%", "%", "five"):
         with pytest.raises(ChoiceError, match="is not a percentage such as 5%"):
             diff.parse_share(wrong)

@@ -149,10 +149,12 @@ class Gate:
     Attributes:
         slower: a row of steps that is a time has grown by more, and not by chance.
         what: a sentence on it; it says too where an increase above the limit cannot be excluded.
+        undecided: that is so of the median, which needs the fewest steps: the comparison says nothing.
     """
 
     slower: bool
     what: str
+    undecided: bool = False
 
 
 def gate(found: Diff, limit: float) -> Gate:
@@ -162,14 +164,18 @@ def gate(found: Diff, limit: float) -> Gate:
     above = [f"{row.measure} {by:+.1%}" for row, by in told if by > limit]
     if above:
         return Gate(True, f"slower by more than {limit:.1%}: {', '.join(above)}")
-    open_ = [
-        f"{row.measure} up to {row.high / before:+.1%}" if row.known else f"{row.measure} (too few steps)"
+    open_ = {
+        row.measure: f"up to {row.high / before:+.1%}" if row.known else "(too few steps)"
         for row, before, _ in asked
         if before and row.high > limit * before
-    ]
+    }
     if open_:
+        which = ", ".join(f"{measure} {by}" for measure, by in open_.items())
+        more = "; more steps would tell" if "median" in open_ else ""
         return Gate(
-            False, f"not found to be slower by more than {limit:.1%}, but it cannot be excluded: {', '.join(open_)}"
+            False,
+            f"not found to be slower by more than {limit:.1%}, but it cannot be excluded: {which}{more}",
+            undecided="median" in open_,
         )
     return Gate(False, f"not slower by more than {limit:.1%}")
 

@@ -84,8 +84,7 @@ def _encoded(recorded: Recorded) -> str:
     """Says what is known of the codec: its name is not recorded."""
     if recorded.codec in ("dense", "fp16"):
         return f"codec {recorded.codec}"
-    dense = 2 * (recorded.nodes - 1) * sum(bucket.nbytes for bucket in recorded.buckets)
-    return f"sent: {recorded.sent / dense:.2g} of the bytes of a dense all-reduce"
+    return f"sent: {recorded.costs.codec(recorded.codec).ratio:.2g} of the bytes of a dense all-reduce"
 
 
 def _row(table: Table, title: str, found: Estimate) -> None:

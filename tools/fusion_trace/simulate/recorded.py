@@ -170,8 +170,8 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     links, bursty, assumed = links_of(chunks, nodes, lambda: _all_chunks(every), problems)
     costs = _costs(found, trace, defaults, problems, 0.5 if machines is None else _UNDISTURBED)
     sent = float(sum(chunk.nbytes for chunk in chunks if chunk.sent is not None)) / len(numbers)
-    plans = sum(b.nbytes for b in buckets)
-    codec, costs = _codec(found, sent, plans, len(nodes), costs)
+    handed = sum(op.nbytes for op in found) / len(numbers)
+    codec, costs = _codec(found, sent, handed, len(nodes), costs)
     return Recorded(
         nodes=len(nodes),
         workers=sizes[nodes[0]],
@@ -392,7 +392,7 @@ def _chunk_costs(trace: JobTrace, share: float) -> tuple[float | None, float]:
     return max(medians[largest] - byte * largest, 0.0), byte
 
 
-def _codec(found: Sequence[Operation], sent: float, nbytes: int, nodes: int, costs: Costs) -> tuple[str, Costs]:
+def _codec(found: Sequence[Operation], sent: float, nbytes: float, nodes: int, costs: Costs) -> tuple[str, Costs]:
     """Returns what buckets were encoded with, from how much was sent of them, and what that took."""
     whole = 2 * (nodes - 1) * nbytes
     share = sent / whole if whole else 1.0
