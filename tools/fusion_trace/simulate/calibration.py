@@ -167,22 +167,37 @@ def _slowed(recorded: Recorded, factor: float) -> Recorded:
     return replace(recorded, programs=programs, costs=scaled(recorded.costs, factor))
 
 
-def _ways(recorded: Recorded) -> list[tuple[str, Recorded, float]]:
-    ways = _with_links("", recorded)
-    if recorded.bursty is not None:
-        for factor, words in ((1.0, "bursts"), (2.0, "larger bursts"), (0.5, "smaller bursts")):
-            links = tuple(replace(link, burst=link.burst * factor) for link in recorded.bursty)
-            ways += _with_links(f"links that let {words} pass", replace(recorded, links=links))
+_Way = tuple[str, Recorded, float]
+"""A model: its words, the recording with what it changes, and by how much it scales costs of codecs."""
+
+
+def _ways(recorded: Recorded) -> list[_Way]:
+    ways = []
+    for its in (recorded, *_with_bursts(recorded)):
+        which = (
+            "" if its is recorded else f"links that let bursts of {max(link.burst for link in its.links):.0f} B pass"
+        )
+        ways += _with_links((which, its, 1.0))
+        if its.machines is not None:
+            for factor, words in ((1.33, "a quarter"), (2.0, "half")):
+                words = f"processors for {words} busy with something else"
+                ways += _with_links((_and(which, words), _slowed(its, factor), factor))
     return ways
 
 
-def _with_links(which: str, recorded: Recorded) -> list[tuple[str, Recorded, float]]:
+def _with_bursts(recorded: Recorded) -> list[Recorded]:
+    return [
+        replace(recorded, links=tuple(replace(link, burst=link.burst * factor) for link in recorded.bursty))
+        for factor in (1.0, 2.0, 0.5)
+        if recorded.bursty is not None
+    ]
+
+
+def _with_links(way: _Way) -> list[_Way]:
+    which, recorded, its_scale = way
     ways = [("", recorded, 1.0)]
     for scale in (2.0, 4.0, 8.0) if recorded.machines is None else (0.7, 1.4):  # then their work is known
         ways.append((f"daemons' costs x {scale:g}", replace(recorded, costs=scaled(recorded.costs, scale)), scale))
-    if recorded.machines is not None:
-        for factor, words in ((1.33, "a quarter"), (2.0, "half")):
-            ways.append((f"processors for {words} busy with something else", _slowed(recorded, factor), factor))
     if recorded.nodes > 1:
         speeds = [(1.1, "links 10 % faster"), (1 / 1.1, "links 10 % slower")]
         if recorded.machines is not None:  # a chunk has come when its receiver has a processor
@@ -192,7 +207,11 @@ def _with_links(which: str, recorded: Recorded) -> list[tuple[str, Recorded, flo
             ways.append((words, replace(recorded, links=links), 1.0))
         links = tuple(replace(link, discipline="priority") for link in recorded.links)
         ways.append(("urgent buckets first", replace(recorded, links=links), 1.0))
-    return [(" and ".join(filter(None, (which, words))) or "as found", its, scale) for words, its, scale in ways]
+    return [(_and(which, words) or "as found", its, scale * its_scale) for words, its, scale in ways]
+
+
+def _and(*words: str) -> str:
+    return " and ".join(filter(None, words))
 
 
 def scaled(costs: Costs, scale: float) -> Costs:
