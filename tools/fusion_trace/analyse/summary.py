@@ -16,10 +16,13 @@ from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import Operations, operations, pairs
 from fusion_trace.read.ring_reader import RECORD_DTYPE, Records
 
+_MUCH_LONGER = 1.5  # than most ranks' steps
+_LONG_START = 10**9  # ns
+
 
 @dataclass(frozen=True)
 class Rank:
-    """Steps of a rank: how many, and percentiles of their time, ns."""
+    """Steps of a rank: how many, percentiles of their time, ns, and how many a second, over all of them."""
 
     rank: int
     node: int
@@ -31,6 +34,7 @@ class Rank:
     p5: int
     median: int
     p95: int
+    per_second: float
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,14 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         submitted, nbytes = (every.index.workers[rank].first(Kind.SUBMITTED, field) for field in ("time", "value"))
         handed += int(nbytes[(submitted > span[0]) & (submitted <= span[1])].sum())
     links = traffic(every, first, last)
+    ranks = tuple(_rank(trace.workers[rank], steps) for rank, steps in sorted(steps_of_rank.items()))
     most = max(steps_of_rank.values(), key=len, default=[])
     seconds = (most[-1].end - most[0].begin) / 1e9 if most else 0.0
     return Summary(
         job=trace.job,
         nodes=len(trace.daemons),
         seconds=(end - begin) / 1e9,
-        ranks=tuple(_rank(trace.workers[rank], steps) for rank, steps in sorted(steps_of_rank.items())),
+        ranks=ranks,
         steps_per_second=len(most) / seconds if seconds else 0.0,
         handed_over=handed // max(1, len(parts)),
         links=links,
@@ -106,7 +111,9 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         stragglers=stragglers.find(trace, chosen),
         records=sum(process.written for process in trace.processes),
         overwritten=sum(process.overwritten for process in trace.processes),
-        odd=tuple(odd for odd in dict.fromkeys(_odd(trace, bool(parts))) if odd not in ended),
+        odd=tuple(
+            odd for odd in dict.fromkeys([*_first_steps(trace, ranks), *_odd(trace, bool(parts))]) if odd not in ended
+        ),
         ended=ended,
     )
 
@@ -165,6 +172,31 @@ def _rank(worker: Process, steps: Sequence[Partition]) -> Rank:
         low,
         middle,
         high,
+        len(steps) / ((steps[-1].end - steps[0].begin) / 1e9),
+    )
+
+
+def alone(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
+    """Returns the ranks whose steps take much longer than those of most others, which do not wait for them."""
+    usual = float(np.median([rank.median for rank in ranks])) if ranks else 0.0
+    return tuple(rank for rank in ranks if rank.median > _MUCH_LONGER * usual)
+
+
+def _first_steps(trace: JobTrace, ranks: Sequence[Rank]) -> Iterator[str]:
+    """Yields a sentence on a first step that took much longer than the others, of the rank where it was longest."""
+    took: dict[int, int] = {}
+    for rank in ranks:
+        records = trace.workers[rank.rank].of(Kind.GRADIENT, Kind.STEP_END)
+        records = records[records["clock"] == 0]
+        ends = np.flatnonzero(records["kind"] == Kind.STEP_END)
+        if len(ends) and ends[0]:
+            took[rank.rank] = int(records["time"][ends[0]] - records["time"][0])
+    longest = max(ranks, key=lambda rank: took.get(rank.rank, 0), default=None)
+    if longest is None or took.get(longest.rank, 0) < max(_LONG_START, 10 * longest.median):
+        return
+    yield (
+        f"the first step took {took[longest.rank] / 1e9:.1f} s on rank {longest.rank}, from its first gradient on, "
+        f"where others take {longest.median / 1e6:.3g} ms: plans are made then, and kernels may be compiled"
     )
 
 

@@ -13,6 +13,17 @@ from fusion_trace.report.wording import console, count, duration, problems, shar
 MOST = 60  # that are shown
 
 
+_ABOUT = (
+    "run: from when a daemon has all parts until the results are there; kernels, queue, wire and take are within it. "
+    "Queue, wire and take are of a single chunk: several are under way one after the other, and beside each other"
+)
+
+
+def _shown(name: str) -> str:
+    """Returns the name of a bucket or tensor for people; an operation without a name is called what it does."""
+    return name.removesuffix(".noname")
+
+
 def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -> None:
     """Prints the page."""
     out = console()
@@ -30,7 +41,7 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
         for bucket in found[:MOST]:
             reasons = ", ".join(f"{reason} {number}" for reason, number in bucket.flushes.items())
             rows.add_row(
-                bucket.name,
+                _shown(bucket.name),
                 str(bucket.plan or ""),
                 size(bucket.nbytes),
                 share(bucket.fill),
@@ -45,9 +56,10 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
         for some in (shown[: (len(shown) + 1) // 2], shown[(len(shown) + 1) // 2 :]):
             rows = table("", *some)
             for bucket in found[:MOST]:
-                rows.add_row(bucket.name, *(duration(bucket.phases.get(phase)) for phase in some))
+                rows.add_row(_shown(bucket.name), *(duration(bucket.phases.get(phase)) for phase in some))
             out.print(rows)
             out.print()
+        out.print(_ABOUT, soft_wrap=True)
         if found[MOST:]:
             out.print(f"and {len(found) - MOST} more (--json has them all)")
         if once:

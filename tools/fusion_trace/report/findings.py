@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fusion_trace.analyse.stragglers import Finding
-from fusion_trace.report import stragglers_page
+from fusion_trace.report import stragglers_page, summary_page
 from fusion_trace.report.figures import Report
 from fusion_trace.report.wording import duration, share
 
@@ -15,10 +15,11 @@ _MOST = 3  # stragglers; the section about them has all
 
 _OF_CAUSE = {
     "compute": "Its own work is slow: find out what it does there that the others do not, or whether its host is busy "
-    "with something else; an algorithm that waits for nobody would hide it (docs/algorithms.md).",
+    "with something else; an algorithm that waits for nobody would hide it (documentation: Training algorithms).",
     "negotiation": "Tensors outside of the plan are asked for one by one: reduce them less often, or together.",
     "daemon": "Something is ready and does not go on: the daemon's host is busy with something else (fusiond top).",
-    "wire": "It is slower than other links: look at the network there, or send less over it (docs/compression.md).",
+    "wire": "It is slower than other links: look at the network there, or send less over it (documentation: "
+    "Compression).",
 }
 
 
@@ -47,22 +48,24 @@ def findings(report: Report) -> tuple[Told, ...]:
     idle = fmean(rank.mean["idle"] for rank in report.ranks)
     if exposed >= EXPOSED * step:
         what = (
-            f"Communication is exposed for {duration(exposed)} of a step of {duration(step)} ({share(exposed / step)}):"
-            " scripts wait while data is under way."
+            f"Communication is exposed for {duration(exposed)} of a step of {duration(step)} ({share(exposed / step)},"
+            " the mean over ranks): scripts wait while data is under way."
         )
         advice = (
-            "Send less (docs/compression.md), hide more (docs/overlap.md), or less often (docs/algorithms.md)."
+            "Send less, hide more, or send less often (documentation: Compression; Overlap; Training algorithms)."
             + _faster_links(report)
         )
         found.append((exposed / step, Told(what, advice, True)))
     if idle >= IDLE * step:
         what = (
             f"Scripts are outside of forward, backward and step() for {duration(idle)} of a step of {duration(step)} "
-            f"({share(idle / step)})."
+            f"({share(idle / step)}, the mean over ranks)."
         )
         found.append((idle / step, Told(what, "Most often that is the loading of data, or evaluation.", True)))
     if not found:
-        unknown, well = stragglers_page.nobody(report.trace, report.ranks[0].steps)
+        unknown, well = summary_page.unhurt(report.summary.ranks) or stragglers_page.nobody(
+            report.trace, report.ranks[0].steps
+        )
         if not well:
             return (Told(unknown[0].upper() + unknown[1:] + ".", "", True),)
         what = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
 from fusion_trace.analyse.overlap import PARTS
-from fusion_trace.analyse.summary import Rank, Summary
+from fusion_trace.analyse.summary import Rank, Summary, alone
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report import stragglers_page
 from fusion_trace.report.wording import Table, console, count, duration, print_table, problems, share, size, table
@@ -28,6 +29,25 @@ def step_times(trace: JobTrace, ranks: Iterable[Rank]) -> Table:
     return Table("Step times", ("", "host", "pid", "steps", "median", "5 %", "95 %"), tuple(rows), left=2)
 
 
+def unhurt(ranks: Sequence[Rank]) -> tuple[str, bool] | None:
+    """Says which ranks are slow without having cost the others anything, as `nobody` does; None: there are none."""
+    slow = alone(ranks)
+    if not slow:
+        return None
+    usual = statistics.median(rank.median for rank in ranks)
+    which = ", ".join(f"rank {rank.rank} takes {duration(rank.median)} a step" for rank in slow[:_MOST_SLOW])
+    more = f", {count(len(slow) - _MOST_SLOW, 'more rank')} as well" if slow[_MOST_SLOW:] else ""
+    return f"{which}{more}, where most take {duration(usual)}; but nobody waited for that", False
+
+
+def _rates(ranks: Sequence[Rank]) -> str:
+    """Says how many steps ranks take, and which ones if they differ."""
+    least, most = min(ranks, key=lambda rank: rank.per_second), max(ranks, key=lambda rank: rank.per_second)
+    if most.per_second < 1.1 * least.per_second:
+        return f"{most.per_second:.2f} steps"
+    return f"{least.per_second:.2f} (rank {least.rank}) to {most.per_second:.2f} (rank {most.rank}) steps"
+
+
 def show(trace: JobTrace, found: Summary) -> None:
     """Prints the page."""
     out = console()
@@ -39,7 +59,7 @@ def show(trace: JobTrace, found: Summary) -> None:
         out.print(Text(sentence, "red"), soft_wrap=True)
     if found.ranks:
         out.print(
-            f"{found.steps_per_second:.2f} steps a second; {size(found.handed_over)} handed over in each by a rank"
+            f"{_rates(found.ranks)} a second; {size(found.handed_over)} handed over in each by a rank", soft_wrap=True
         )
         print_table(out, step_times(trace, found.ranks[:MOST]))
         if found.ranks[MOST:]:
@@ -48,7 +68,8 @@ def show(trace: JobTrace, found: Summary) -> None:
         out.print()
         parts = ", ".join(f"{name} {duration(getattr(found.overlap, name))}" for name in PARTS)
         hidden = "" if found.overlap.hidden is None else f"; {share(found.overlap.hidden)} of communication is hidden"
-        out.print(f"a step: {parts}{hidden}", soft_wrap=True)
+        of = "a step (median of all ranks, which differ: fusion-trace overlap)" if alone(found.ranks) else "a step"
+        out.print(f"{of}: {parts}{hidden}", soft_wrap=True)
     if found.links:
         out.print()
         out.print(f"between hosts: {size(found.link_rate)} a second")
@@ -64,6 +85,6 @@ def show(trace: JobTrace, found: Summary) -> None:
         if len(found.stragglers) > _MOST_SLOW:
             out.print(f"and {len(found.stragglers) - _MOST_SLOW} more: fusion-trace stragglers")
         if not found.stragglers:
-            told, well = stragglers_page.nobody(trace, max(rank.steps for rank in found.ranks))
+            told, well = unhurt(found.ranks) or stragglers_page.nobody(trace, max(rank.steps for rank in found.ranks))
             out.print(f"slow: {told}", style="green" if well else "yellow", soft_wrap=True)
     problems(out, (odd for odd in found.odd if odd not in told))
