@@ -118,7 +118,8 @@ def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -
     corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(tried, raw, strict=True)]
     middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
     spread = _spread([p for pair in corrected for p in pair], middle)
-    if recorded.assumed and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
+    unknown = recorded.assumed or recorded.machines is not None  # a chunk has come when its receiver has a processor
+    if unknown and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
         return replace(found, refused=_no_rate(recorded, middle.sent))
     if spread.step.width > WIDEST:
         return replace(found, refused=_not_told(tried, spread.step))
@@ -309,6 +310,11 @@ def _scatter(recorded: Recorded) -> float:
 
 
 def _no_rate(recorded: Recorded, sent: float) -> str:
+    if not recorded.assumed:
+        return (
+            "it would send more, and how fast links are cannot be told from a recording in which daemons waited for "
+            "processors, too: say it (--bandwidth)"
+        )
     return (
         f"it would send {sent / 1e6:.3g} MB a step, and {recorded.sent / recorded.nodes / 1e6:.3g} MB were recorded, "
         f"too little to tell how fast the {'link' if len(recorded.assumed) == 1 else 'links'} of node "
