@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import netlab
 from benchmarks.common import arguments as shared
 from benchmarks.common import launch, results, sampling
 from benchmarks.common.results import Measure, Record
@@ -35,7 +36,16 @@ RESULTS = results.RESULTS / "autotune.json"
 HOSTS = 4
 LAYERS, ELEMENTS = 16, 90_000  # of each layer: a matrix, and a bias of a hundredth
 MIB, KIB = 1 << 20, 1 << 10
-NETWORKS: dict[str, str | None] = {"unshaped": None, "1gbit": "1gbit", "200mbit": "200mbit", "100mbit": "100mbit"}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "unshaped": {},
+    "1gbit": {"rate": "1gbit"},
+    "200mbit": {"rate": "200mbit"},
+    "100mbit": {"rate": "100mbit"},
+    "10mbit": {"rate": "10mbit"},
+    "far": {"path": netlab.Path(delay=20e-3, loss=1e-4, rate=200_000_000), "congestion": "cubic"},
+    "slow-host": {"rate": "1gbit", "rates": {HOSTS - 1: "100mbit"}},
+}
+"""Arguments of each lab. In the far one a round trip takes 40 ms, and .01 % of packets are lost."""
 DEFAULT, TUNED = "default", "--autotune"
 AUTOS = {"lossless": "--auto=lossless", "lossy": "--auto=lossy", "async": "--auto=async"}
 SWEEP: dict[str, dict[str, Any]] = {
@@ -213,7 +223,8 @@ def measure(network: str, arguments: argparse.Namespace) -> Record:
     passed = ["-m", "benchmarks.autotune", "--worker"]
     for name in ("steps", "rounds", "samples", "sample-steps", "compute"):
         passed += [f"--{name}", str(getattr(arguments, name.replace("-", "_")))]
-    found = launch.on_hosts(arguments.hosts, NETWORKS[network], passed)
+    with netlab.Netlab(arguments.hosts, **NETWORKS[network]) as lab:
+        found = launch.on_lab(lab, passed)
     setting: results.Setting = {"network": network, "hosts": arguments.hosts, "compute": arguments.compute}
     samples = {name: results.rounded(turns) for name, turns in found["samples"].items()}
     details = {name: found[name] for name in ("steps", "chosen", "log", "parameters")}
@@ -313,7 +324,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         worker(arguments)
         return
     if arguments.quick:
-        arguments.networks, arguments.steps, arguments.rounds = "1gbit", 1, 1
+        if arguments.networks == commands.get_default("networks"):
+            arguments.networks = "1gbit"
+        arguments.steps, arguments.rounds = 1, 1
         arguments.samples, arguments.sample_steps = 3, 1
     names = shared.chosen(commands, "network", arguments.networks.split(","), NETWORKS)
     if arguments.table:

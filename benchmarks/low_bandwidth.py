@@ -60,6 +60,7 @@ NETWORKS = ("100mbit", "10mbit")
 PARTS = ("training", "times", "faults")
 RESULTS = results.RESULTS / "low_bandwidth.json"
 OUTER = f"steps={ROUND}, outer_rate=0.7, outer_momentum=0.6"
+FEW_BITS = "minimum=0, value='int2', momentum=0.9"
 STREAMS = "fragments=4, delay=8, mix=0.5"  # a fragment has until the next one is sent
 
 
@@ -82,6 +83,8 @@ METHODS = {
     DENSE: Method(),
     "fp16": Method(codec="fp16"),
     "topk 1%, momentum": Method(codec="topk(density=0.01, momentum=0.9)"),
+    "topk 0.5%, 2 bits": Method(codec=f"topk(density=0.005, {FEW_BITS})"),
+    "topk 0.1%, 2 bits": Method(codec=f"topk(density=0.001, {FEW_BITS})"),
     "PowerSGD": Method(codec="powersgd(rank=2)"),
     "DeMo": Method(codec="demo"),
     "local SGD": Method(f"local_sgd(steps={ROUND})", turn=ROUND),
@@ -93,6 +96,8 @@ METHODS = {
     DECOUPLED: Method(f"decoupled({OUTER}, fragments=4, mix=0.25, grace=0.1)", turn=ROUND),
     "NoLoCo": Method(f"noloco(steps={ROUND}, outer_rate=0.7, outer_momentum=0.5)", turn=ROUND),
     "SparseLoCo": Method(f"sparseloco(steps={ROUND})", turn=ROUND),
+    "SparseLoCo, 8 steps": Method("sparseloco(steps=8)", turn=8),
+    "SparseLoCo, 4 steps": Method("sparseloco(steps=4)", turn=4),
 }
 QUICK = {
     "seeds": 1, "steps": 2 * EVERY, "rounds": 1, "seconds": 10.0, "networks": "100mbit",
