@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,13 @@ def test_a_limit_of_a_cgroup_counts_if_it_is_lower(tmp_path: Path, monkeypatch: 
 def test_the_wait_for_a_processor_never_shrinks() -> None:
     before = processors.waited()
     assert 0 <= before <= processors.waited() < 1 << 32
+
+
+def test_a_thread_leaves_nothing_open() -> None:
+    processors.waited()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        thread = threading.Thread(target=processors.waited)
+        thread.start()
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
