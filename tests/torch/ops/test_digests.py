@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt import algorithms
 from fusion_rt.torch.ops.digests import differences, digest
 from tests.harness import on_ranks
 
@@ -183,13 +184,17 @@ def test_shards_that_tell_hosts_less_than_they_have_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("algorithm", APART)
+def test_algorithms_whose_ranks_are_never_alike_say_why(algorithm: str) -> None:
+    assert "at any time" in algorithms.parse(algorithm).apart
+
+
+@pytest.mark.parametrize("algorithm", ["asp", "dpsgd"])
 @on_ranks
 def test_where_ranks_are_never_alike_the_first_says_so_and_nothing_is_compared(algorithm: str) -> None:
-    options = {"compression": hvd.Compression.topk(0.5)} if algorithm == "choco" else {}
-    found = _said({**options, "algorithm": algorithm}, flips_at=-1)
+    found = _said({"algorithm": algorithm}, flips_at=-1)
     assert len(found) == (hvd.rank() == 0), found
     for words in found:
-        assert words.startswith(f"FUSION_CHECK_PARAMETERS compares nothing with {algorithm.partition('(')[0]}")
+        assert words.startswith(f"FUSION_CHECK_PARAMETERS compares nothing with {algorithm}")
 
 
 def _said(options: dict[str, Any], flips_at: int) -> list[str]:

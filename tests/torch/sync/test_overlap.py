@@ -745,7 +745,6 @@ def after_the_other_has_left(way: str) -> tuple[str, bool]:
         else:
             waiting = {
                 "forward": lambda: model(my_batch(0)[0]),
-                "synchronize": optimizer.synchronize,
                 "state_dict": model.state_dict,
                 "step": lambda: train(model, optimizer, [4]),
             }
@@ -762,7 +761,7 @@ def after_the_other_has_left(way: str) -> tuple[str, bool]:
 
 def test_a_failed_reduction_is_raised_by_whoever_waits_for_it() -> None:
     with Job((2,), {"HOROVOD_START_TIMEOUT": "120"}) as job:
-        for way in ("forward", "synchronize", "state_dict", "step", "load"):
+        for way in ("forward", "state_dict", "step", "load"):
             (told, free), _ = job.run(after_the_other_has_left, way)
             assert free, way
             assert "rank 1" in told or way == "load", way
