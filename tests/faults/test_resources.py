@@ -454,6 +454,23 @@ def test_a_new_daemon_removes_what_dead_ones_have_left(runtime_dir: Path) -> Non
     assert sorted(os.listdir(runtime_dir)) == ["b.1", "c.0", "notes"]
 
 
+def test_daemons_that_start_at_once_remove_the_same_without_a_warning(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = left_by_a_dead_daemon(runtime_dir, "a.0"), left_by_a_dead_daemon(runtime_dir, "b.0")
+    unlink = os.unlink
+
+    def unlink_after_another(name: str) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        shutil.rmtree(path)
+        unlink(name)
+
+    monkeypatch.setattr(os, "unlink", unlink_after_another)
+    assert remove_dead(str(runtime_dir)) == [str(other)]
+    assert not path.exists()
+    assert not caplog.records
+
+
 def test_logs_of_dead_daemons_go_when_they_are_old(runtime_dir: Path) -> None:
     path = left_by_a_dead_daemon(runtime_dir, "a.0", "why\n")
     ended = runtime_dir / "b.0"  # in good order: without a lock

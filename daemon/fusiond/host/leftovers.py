@@ -42,6 +42,8 @@ def remove_dead(root: str, keep: str = "", logs: bool = False) -> list[str]:
             try:
                 if _is_own(path) and _remove(path, logs):
                     found.append(path)
+            except FileNotFoundError:
+                _log.debug("%s is removed by another daemon that starts", path)
             except OSError as error:
                 _log.warning("what a dead daemon left in %s cannot be removed: %s", path, error.strerror)
     return found
