@@ -66,6 +66,7 @@ LOSSY: dict[str, dict[str, Any]] = {
     "int8": {"codec": "int8"},
     "topk 1 %": {"codec": "topk(density=0.01)"},
     "topk 1 %, buckets 1 MiB": {"codec": "topk(density=0.01)", "threshold": MIB},
+    "topk 1 %, 2 bits": {"codec": "topk(density=0.01, value='int2', minimum=1024)"},
 }
 LATE: dict[str, dict[str, Any]] = {"stale": {"late": True}}
 CLASSES = {

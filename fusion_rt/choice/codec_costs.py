@@ -35,6 +35,7 @@ CODECS = {
     "fp16": CodecCost(0.5, 0.5e-9, 0.7e-3),
     "int8": CodecCost(0.26, 1.5e-9, 5e-3, True, 1024 * 4),
     "topk(density=0.01)": CodecCost(0.01, 2.0e-9, 5e-3, True, 16384 * 4),
+    "topk(density=0.01, value='int2', minimum=1024)": CodecCost(0.0045, 2.5e-9, 5e-3, True, 1024 * 4),
 }
 """Those that `lossy` chooses from, each changing more than the one before. (Work: measured on two cores.)"""
 

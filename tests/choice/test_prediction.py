@@ -17,7 +17,7 @@ from fusion_rt.units import MIB
 DEFAULT = Setting(16 * MIB, codec="dense", late=False)
 GIGABIT = 8e-9  # seconds a byte
 SLOW = Conditions(4, 1, 1e-4, 10 * GIGABIT, 0.1, (MIB,) * 24, 2 * MIB)
-TOPK = "topk(density=0.01)"
+TOPK, TWO_BITS = "topk(density=0.01)", "topk(density=0.01, value='int2', minimum=1024)"
 
 
 def candidates(
@@ -40,7 +40,7 @@ def by_hand(conditions: Conditions, share: float) -> float:
 def test_on_a_slow_link_a_step_takes_as_long_as_its_bytes(codec: str) -> None:
     conditions = replace(SLOW, seconds_per_byte=1000 * GIGABIT, latency=0.0)
     found = predict(conditions, replace(DEFAULT, codec=codec, threshold=MIB))
-    assert found.step == pytest.approx(by_hand(conditions, CODECS[codec].share), rel=0.15)
+    assert found.step == pytest.approx(by_hand(conditions, CODECS[codec].share), rel=0.2)
     assert found.sent == pytest.approx(CODECS[codec].share * 1.5 * 24 * MIB)
 
 
@@ -160,7 +160,8 @@ def test_the_paragraph_says_when_nothing_changes() -> None:
 
 def test_what_was_tried_counts_as_it_was_measured() -> None:
     choices = candidates("lossy", DEFAULT, SLOW, codecs=True, late=True)
-    tried = {choice: 1.0 if choice.codec == TOPK else 0.5 for choice in choices if choice.codec in (TOPK, "int8")}
+    took = {TOPK: 1.0, TWO_BITS: 1.0, "int8": 0.5}
+    tried = {choice: took[choice.codec] for choice in choices if choice.codec in took}
     found = decide(SLOW, choices, "lossy", tried)
     assert found.setting.codec == "int8"
     assert "int8 500 ms (measured" in found.why
