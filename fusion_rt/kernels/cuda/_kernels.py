@@ -149,13 +149,9 @@ def build(threads: int, warps: bool) -> Kernels:
         cuda.syncthreads()
 
     @device
-    def add_up(bins, histogram, ticket):  # type: ignore[no-untyped-def]
-        """Adds a block's counts to those of all; whether this block is the last to do so."""
+    def is_last(ticket):  # type: ignore[no-untyped-def]
+        """Says whether this block is the last to come here. What all have written before is to be seen then."""
         last = cuda.shared.array(1, np.int32)
-        cuda.syncthreads()
-        for b in range(cuda.threadIdx.x, BINS, threads):
-            if bins[b] != 0:
-                cuda.atomic.add(histogram, b, bins[b])
         cuda.threadfence()
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
@@ -164,6 +160,15 @@ def build(threads: int, warps: bool) -> Kernels:
                 ticket[0] = 0
         cuda.syncthreads()
         return last[0] == cuda.gridDim.x - 1
+
+    @device
+    def add_up(bins, histogram, ticket):  # type: ignore[no-untyped-def]
+        """Adds a block's counts to those of all; whether this block is the last to do so."""
+        cuda.syncthreads()
+        for b in range(cuda.threadIdx.x, BINS, threads):
+            if bins[b] != 0:
+                cuda.atomic.add(histogram, b, bins[b])
+        return is_last(ticket)
 
     @device
     def pick(histogram, bins, wanted, result):  # type: ignore[no-untyped-def]
@@ -199,7 +204,7 @@ def build(threads: int, warps: bool) -> Kernels:
 
     @cuda.jit
     def survey(  # type: ignore[no-untyped-def]
-        residual, gradient, velocity, parts, rule, momentum, factor, k, floor, histogram, ticket, state
+        residual, gradient, velocity, parts, rule, momentum, factor, k, histogram, ticket, state
     ):
         bins = cuda.shared.array(BINS, np.int32)
         result = cuda.shared.array(2, np.int64)
@@ -212,7 +217,7 @@ def build(threads: int, warps: bool) -> Kernels:
                 load(residual, gradient, velocity, rule, momentum, factor, first, end, values, state)
                 for item in range(_ITEMS):
                     magnitude = bits_of(values[item]) & _MAGNITUDE
-                    if magnitude >= floor and magnitude > 0:
+                    if magnitude > 0:
                         cuda.atomic.add(bins, magnitude >> COARSE, 1)
         if add_up(bins, histogram, ticket):
             pick(histogram, bins, k, result)
@@ -221,9 +226,14 @@ def build(threads: int, warps: bool) -> Kernels:
 
     @cuda.jit
     def collect(  # type: ignore[no-untyped-def]
-        residual, gradient, velocity, parts, rule, momentum, factor, threshold, candidates, counts, state
+        residual, gradient, velocity, parts, rule, momentum, factor, threshold, k, candidates, counts, ticket, state
     ):
+        """Where fewer than `k` have reached the threshold, all elements are candidates, as if there were no room."""
         values = cuda.local.array(_ITEMS, np.float32)
+        reached = cuda.shared.array(1, np.int32)
+        if cuda.threadIdx.x == 0:
+            reached[0] = 0
+        cuda.syncthreads()
         if threshold == FROM_STATE:
             threshold = state[FLOOR]
         elif cuda.grid(1) == 0:
@@ -243,6 +253,20 @@ def build(threads: int, warps: bool) -> Kernels:
                     found += total
             if lane == 0:
                 counts[part] = found
+                cuda.atomic.add(reached, 0, found)
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
+            cuda.atomic.add(ticket, 1, reached[0])
+        if is_last(ticket):
+            if cuda.threadIdx.x == 0:
+                reached[0] = cuda.atomic.exch(ticket, 1, 0)
+                state[COLLECTED] = reached[0]
+                if reached[0] < k:
+                    state[FLOOR] = 1
+            cuda.syncthreads()
+            if reached[0] < k:
+                for other in range(cuda.threadIdx.x, len(parts), threads):
+                    counts[other] = candidates.shape[1] + 1
 
     @device
     def candidate(parts, candidates, part, found, j):  # type: ignore[no-untyped-def]
@@ -302,25 +326,23 @@ def build(threads: int, warps: bool) -> Kernels:
                 ties[part] = equal
 
     @cuda.jit
-    def scan(counts, above, ties, state):  # type: ignore[no-untyped-def]
+    def scan(above, ties, state):  # type: ignore[no-untyped-def]
         """One block. `above` becomes where each part's elements go, `ties` how many of its ties are taken."""
-        sums = cuda.shared.array((3, threads), np.int64)
+        sums = cuda.shared.array((2, threads), np.int64)
         me, size = cuda.threadIdx.x, len(above)
         left = state[LEFT]
         each = (size + threads - 1) // threads
         first, end = min(size, me * each), min(size, me * each + each)
-        found, larger, equal = np.int64(0), np.int64(0), np.int64(0)
+        larger, equal = np.int64(0), np.int64(0)
         for part in range(first, end):
-            found += counts[part]
             larger += above[part]
             equal += ties[part]
-        sums[0, me], sums[1, me], sums[2, me] = found, larger, equal
+        sums[0, me], sums[1, me] = larger, equal
         cuda.syncthreads()
-        found, larger, equal = np.int64(0), np.int64(0), np.int64(0)
+        larger, equal = np.int64(0), np.int64(0)
         for thread in range(me):
-            found += sums[0, thread]
-            larger += sums[1, thread]
-            equal += sums[2, thread]
+            larger += sums[0, thread]
+            equal += sums[1, thread]
         for part in range(first, end):
             more_larger, more_equal = above[part], ties[part]
             above[part] = larger + min(left, equal)
@@ -328,7 +350,6 @@ def build(threads: int, warps: bool) -> Kernels:
             larger += more_larger
             equal += more_equal
         if me == threads - 1:
-            state[COLLECTED] = found + sums[0, me]
             state[SELECTED] = larger + min(left, equal)
 
     @cuda.jit

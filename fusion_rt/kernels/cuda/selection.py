@@ -8,6 +8,10 @@ Exactly the k largest, by `take_largest`, in two passes over memory, 16 bytes an
 2. `collect` puts the indices of those aside that have the digit of the k-th, or a larger one: little more than k;
 3. `largest` finds the magnitude of the k-th, digit by digit, and `take` the elements, among those put aside only.
 
+The same in one pass, 12 bytes an element, where a magnitude is known that k elements will reach, such as a little less
+than the last threshold: `collect` adds the gradient, and puts those aside. Where they are fewer than k, all elements
+count as put aside, which the device finds out by itself: that step takes five more passes, and its result is the same.
+
 About k, by `take_above` with a threshold that an earlier selection has found: `collect` adds the gradient, and there is
 no survey, so it is one pass, 12 bytes an element. Where there is no room to put aside what a part of the array has,
 the following steps walk through that part as a whole, so the result never depends on how much room there is.
@@ -112,7 +116,7 @@ class Found:
         self.starts = cuda.device_array(len(bounds), np.int32)
         self.quotas = cuda.device_array(len(bounds), np.int32)
         self.histogram = cuda.to_device(np.zeros(_kernels.BINS, np.int32), stream=stream)
-        self.ticket = cuda.to_device(np.zeros(1, np.int32), stream=stream)
+        self.ticket = cuda.to_device(np.zeros(2, np.int32), stream=stream)
         self.state = cuda.to_device(np.zeros(_kernels.STATE, np.int64), stream=stream)
         self._grid = (math.ceil(len(bounds) / code.groups), code.threads)
 
@@ -149,15 +153,18 @@ def take_largest(memory: Memory, found: Found, k: int, out: DeviceArray, floor: 
     Args:
         k: at least 1; fewer are taken where there are fewer.
         out: int32, `words(k)` of them or more, which `Taken` reads.
-        floor: a magnitude below which no element is expected to be taken. Smaller ones are then not counted in the
-            survey, which is faster; where that was wrong it is slower, and the result is the same.
+        floor: a magnitude that k elements are expected to reach, not many more; 0: none is known. With it there is one
+            pass less; where it is wrong that is slower, and the result is the same.
 
     Raises:
         ValueError: `out` has no room for k elements.
     """
     _check(k, out)
-    survey(memory, found, k, floor, stream)
-    collect(Memory(memory.residual), found, None, stream)
+    if floor > 0:
+        collect(memory, found, floor, k, stream)
+    else:
+        survey(memory, found, k, stream)
+        collect(Memory(memory.residual), found, stream=stream)
     largest(memory.residual, found, k, stream)
     take(memory.residual, found, out, stream)
 
@@ -165,29 +172,28 @@ def take_largest(memory: Memory, found: Found, k: int, out: DeviceArray, floor: 
 def take_above(memory: Memory, found: Found, threshold: int, k: int, out: DeviceArray, stream: Any = 0) -> None:
     """Takes the largest, but only elements whose magnitude is at least `threshold`; see `take_largest`."""
     _check(k, out)
-    collect(memory, found, threshold, stream)
+    collect(memory, found, threshold, stream=stream)
     largest(memory.residual, found, k, stream)
     take(memory.residual, found, out, stream)
 
 
-def survey(memory: Memory, found: Found, k: int, floor: int = 0, stream: Any = 0) -> None:
+def survey(memory: Memory, found: Found, k: int, stream: Any = 0) -> None:
     """Adds, and finds the threshold for `collect` that the k largest reach, and few others; see `take_largest`."""
-    floor = floor >> _kernels.COARSE << _kernels.COARSE
     found.code.survey[found.grid(stream)](
-        *memory.arguments()[:3], found.parts, *memory.arguments()[3:], k, floor, found.histogram, found.ticket,
-        found.state,
-    )  # fmt: skip
+        *memory.arguments()[:3], found.parts, *memory.arguments()[3:], k, found.histogram, found.ticket, found.state
+    )
 
 
-def collect(memory: Memory, found: Found, threshold: int | None = None, stream: Any = 0) -> None:
-    """Adds, and puts aside what then has a magnitude of at least `threshold`; None: what `survey` has found.
+def collect(memory: Memory, found: Found, threshold: int | None = None, least: int = 0, stream: Any = 0) -> None:
+    """Adds, and puts aside what then has a magnitude of at least `threshold`; None: what `survey` has found. Where that
+    is fewer than `least`, everything is.
 
     With the threshold `NOTHING` it only adds.
     """
     threshold = _kernels.FROM_STATE if threshold is None else max(1, threshold)
     found.code.collect[found.grid(stream)](
-        *memory.arguments()[:3], found.parts, *memory.arguments()[3:], threshold, found.candidates, found.counts,
-        found.state,
+        *memory.arguments()[:3], found.parts, *memory.arguments()[3:], threshold, least, found.candidates,
+        found.counts, found.ticket, found.state,
     )  # fmt: skip
 
 
@@ -206,7 +212,7 @@ def take(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any = 0)
     found.code.place[found.grid(stream)](
         residual, found.parts, found.candidates, found.counts, found.starts, found.quotas, found.state
     )
-    found.code.scan[1, found.code.threads, stream](found.counts, found.starts, found.quotas, found.state)
+    found.code.scan[1, found.code.threads, stream](found.starts, found.quotas, found.state)
     found.code.take[found.grid(stream)](
         residual, found.parts, found.candidates, found.counts, found.starts, found.quotas,
         (len(out) - HEADER) // 2, out, found.state,

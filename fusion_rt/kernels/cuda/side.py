@@ -33,7 +33,7 @@ from fusion_rt.kernels.cuda import selection
 from fusion_rt.kernels.cuda.selection import DeviceArray, Found, Memory, Range, Taken
 from fusion_rt.kernels.cuda.shim import cuda
 
-_OCTAVE = 1 << 23  # the difference between the magnitudes of a number and of its half
+_SAFETY = np.float32(0.9)  # the next threshold is expected to be above so much of the last one
 
 Tensor = Any  # fusion_rt.kernels does not import torch
 
@@ -140,6 +140,12 @@ class TorchLayer:
             raise RuntimeError(f"CUDA could not {what} memory of the host (error {int(code)}); see `ulimit -l`")
 
 
+def _lower(magnitude: int) -> int:
+    """A magnitude a little below this one."""
+    value = np.int32(magnitude).view(np.float32)
+    return int((value * _SAFETY).view(np.int32)) if np.isfinite(value) else 0
+
+
 class SideSelector:
     """Selects from one array on a GPU, step by step; the residual stays there.
 
@@ -167,7 +173,7 @@ class SideSelector:
         self._k = (len(out) - selection.HEADER) // 2
         self._event: Any = None
         self._wrapped: tuple[int, DeviceArray] = (0, None)  # the address of the last gradient, and the array
-        self._floor = 0
+        self._floor = self._asked = 0
         with layer.active():
             if memory is None:
                 memory = layer.zeros(elements, "float32"), layer.zeros(elements, "float32") if momentum else None
@@ -195,7 +201,7 @@ class SideSelector:
             raise ValueError(
                 f"the gradient has to be {self.residual.numel()} float32, not {gradient.numel()} {gradient.dtype}"
             )
-        layer, memory = self._layer, self._memory
+        layer, memory, self._asked = self._layer, self._memory, k
         with layer.active():
             if gradient.data_ptr() != self._wrapped[0]:  # wrapping takes longer than a launch
                 self._wrapped = gradient.data_ptr(), layer.wrap(gradient)
@@ -229,7 +235,8 @@ class SideSelector:
         self._begun().synchronize()
         self._event = None
         taken = Taken(self._words)
-        self._floor = max(0, taken.threshold - _OCTAVE)  # what is below half the last threshold will hardly be taken
+        expected = taken.collected >= self._asked  # otherwise it took more time to find that out than this saves
+        self._floor = _lower(taken.threshold) if expected else 0
         return taken
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif("NUMBA_ENABLE_CUDASIM" in os.environ, reason="th
 
 HOPPER = (9, 0)
 FORBIDDEN = (".f64", ".ftz", "fma.rn.f32")  # wider, with denormals lost, rounded once instead of twice
+OTHERS = ((7, 0), (8, 0), (10, 0))
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,11 @@ def signatures(types: Any) -> dict[str, tuple[Any, ...]]:
     added = (floats, floats, floats, rows, types.int64, types.float32, types.float32)
     found = (floats, rows, rows, ints)
     return {
-        "survey": (*added, types.int64, types.int64, ints, ints, longs),
-        "collect": (*added, types.int64, rows, ints, longs),
+        "survey": (*added, types.int64, ints, ints, longs),
+        "collect": (*added, types.int64, types.int64, rows, ints, ints, longs),
         "count": (*found, types.int64, types.int64, types.int64, types.int64, ints, ints, longs),
         "place": (*found, ints, ints, longs),
-        "scan": (ints, ints, ints, longs),
+        "scan": (ints, ints, longs),
         "take": (floats, rows, rows, ints, ints, ints, types.int64, ints, longs),
         "gather": (floats, ints, types.int64, floats),
         "put": (ints, floats, types.int64, floats, types.int64, types.boolean),
@@ -62,5 +63,18 @@ def test_all_kernels_compile_and_round_like_the_cpu(cuda: Any, warps: bool) -> N
         assert [text for text in FORBIDDEN if text in ptx] == [], name
         ranked = name in ("collect", "place", "take")
         assert ("vote.sync.ballot" in ptx) == (warps and ranked), name
-        assert ("barrier" in ptx or "bar." in ptx) == (name in ("survey", "count", "scan") or (ranked and not warps))
+        assert ("barrier" in ptx or "bar." in ptx) == (
+            name in ("survey", "collect", "count", "scan") or (ranked and not warps)
+        )
         assert ("mul.rn.f32" in ptx) == (name in ("survey", "collect")), name
+
+
+def test_nothing_is_in_local_memory_from_volta_to_blackwell(cuda: Any) -> None:
+    from numba import types
+
+    code = selection.kernels(256, True)
+    for name, arguments in signatures(types).items():
+        for architecture in (HOPPER, *OTHERS):
+            ptx, _ = cuda.compile_ptx(getattr(code, name).py_func, types.void(*arguments), cc=architecture)
+            assert ".target sm_{}{}".format(*architecture) in ptx
+            assert ".local" not in ptx, (name, architecture)

@@ -110,6 +110,31 @@ def test_only_what_a_step_selects_is_copied_and_not_all_that_there_is_room_for()
         assert layer.copied == words(k)
 
 
+def test_the_last_threshold_saves_a_pass_until_gradients_become_small() -> None:
+    layer, generator = SimulatedLayer(), torch.Generator().manual_seed(2)
+    selector, _ = make(200, 8, layer)
+    survey, called, surveys = selection.survey, [0], []
+
+    def watched(*arguments: Any) -> None:
+        called[0] += 1
+        survey(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "survey", watched)
+        for scale in (1.0, 1.0, 1.0, 1e-9, 1e-9, 1e-9):
+            before = called[0]
+            selector.residual.zero_()
+            bucket = scale * torch.randn(200, generator=generator)
+            selector.start(bucket, 8)
+            taken = selector.finish()
+            chosen = np.sort(np.argsort(-np.abs(bucket.numpy()), kind="stable")[:8])
+            assert taken.indices.tolist() == chosen.tolist()
+            surveys.append(called[0] > before)
+    assert surveys[:4] == [True, False, False, False]
+    assert surveys[4], "after a step that has found too few"
+    assert not surveys[5]
+
+
 def test_steps_select_what_the_reference_does_and_keep_the_rest() -> None:
     n, k = 40, 6
     layer = SimulatedLayer()

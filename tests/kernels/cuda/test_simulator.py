@@ -15,7 +15,7 @@ ROOT = HERE.parents[2]
 
 @pytest.mark.skipif("NUMBA_ENABLE_CUDASIM" in os.environ, reason="this is the process with the simulator")
 def test_everything_passes_in_the_simulator() -> None:
-    files = [str(HERE / name) for name in ("test_selection.py", "test_side.py")]
+    files = [str(HERE / name) for name in ("test_selection.py", "test_cost.py", "test_side.py")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         cwd=ROOT,

@@ -1,0 +1,101 @@
+"""What a selection costs, counted in the simulator: launches, bytes of the arrays, and atomic operations."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
+    pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
+
+from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+from fusion_rt.kernels.cuda import selection
+from fusion_rt.kernels.cuda._kernels import BINS
+from fusion_rt.kernels.cuda.selection import Found, Memory, Taken, words
+from fusion_rt.kernels.cuda.shim import cuda
+from tests.kernels import reference
+
+N, K = 600, 12
+COUNTS = ["count"] * 3
+AFTER = [*COUNTS, "place", "scan", "take"]
+
+
+class Counted(FakeCUDAArray):
+    """An array that counts how many of its elements are read and written."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        super().__init__(array)
+        self.reads = self.writes = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.writes += 1
+        super().__setitem__(index, value)
+
+
+class Watched:
+    """A kernel that writes down when it is launched."""
+
+    def __init__(self, name: str, kernel: Any, launches: list[str]) -> None:
+        self._name, self._kernel, self._launches = name, kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._launches.append(self._name)
+        return self._kernel[grid]
+
+
+def watched(launches: list[str]) -> Any:
+    code = selection.kernels(threads=4, warps=False)
+    kernels = [field.name for field in fields(code) if field.name not in ("threads", "groups")]
+    return replace(code, **{name: Watched(name, getattr(code, name), launches) for name in kernels})
+
+
+def cost(floor: int, values: npt.NDArray[np.float32]) -> tuple[Taken, list[str], float, int]:
+    """Selects; returns the result, the launches, the bytes of residual and gradient for each element, and how often
+    what blocks have in common was changed."""
+    launches: list[str] = []
+    found = Found([(0, N)], watched(launches), parts=4)
+    found.histogram, found.ticket = Counted(np.zeros(BINS, np.int32)), Counted(np.zeros(2, np.int32))
+    residual, gradient = Counted(values.copy()), Counted(np.zeros(N, np.float32))
+    out = cuda.to_device(np.zeros(words(K), np.int32))
+    selection.take_largest(Memory(residual, gradient), found, K, out, floor)
+    taken = Taken(out.copy_to_host())
+    assert taken.indices.tolist() == reference.largest(values, K).tolist()
+    nbytes = 4 * sum(array.reads + array.writes for array in (residual, gradient)) / N
+    return taken, launches, nbytes, found.histogram.writes + found.ticket.writes
+
+
+@pytest.fixture(scope="module")
+def values() -> npt.NDArray[np.float32]:
+    return np.random.default_rng(4).standard_normal(N, np.float32)
+
+
+def test_with_a_threshold_that_is_expected_memory_is_passed_once(values: npt.NDArray[np.float32]) -> None:
+    taken, launches, nbytes, _ = cost(0, values)
+    assert launches == ["survey", "collect", *AFTER]
+    assert 16 <= nbytes < 18.5
+
+    expected = int((np.int32(taken.threshold).view(np.float32) * np.float32(0.9)).view(np.int32))
+    taken, launches, nbytes, atomics = cost(expected, values)
+    assert launches == ["collect", *AFTER]
+    assert K <= taken.collected < 3 * K
+    assert 12 <= nbytes < 14.5
+    pick, blocks = 3 * BINS, 4
+    assert atomics <= pick + 3 * taken.collected + 4 * (blocks + 1) + 2 * blocks, "none for an element that is left"
+
+
+def test_a_threshold_that_too_few_reach_costs_passes_and_no_launches(values: npt.NDArray[np.float32]) -> None:
+    taken, launches, nbytes, _ = cost(int(np.float32(100.0).view(np.int32)), values)
+    assert taken.collected == 0
+    assert taken.count == K
+    assert launches == ["collect", *AFTER]
+    assert nbytes < 34
