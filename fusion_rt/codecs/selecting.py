@@ -31,7 +31,7 @@ from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedInd
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules, joined
 from fusion_rt.codecs.values import FORMATS, format_of_whole
-from fusion_rt.codecs.worker_selection import Shape, Tray, WorkerSelectedBucketCodec, left
+from fusion_rt.codecs.worker_selection import Shape, Tray, WorkerSelectedBucketCodec, is_selected_from, left
 from fusion_rt.kernels import coding, cpu, selection
 from fusion_rt.kernels.selection import NOTHING, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
@@ -219,7 +219,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self.reclaim(self._given(tray))
 
     def tray(self) -> Shape:
-        if not self.codec.sends_indices or self.layout.dtype != F32:
+        if not (self.codec.sends_indices and is_selected_from(self.layout.dtype)):
             raise CodecError(f"workers cannot select for the codec {self.codec} in a bucket of {self.layout.dtype}")
         return self.codec.tray(self.layout)
 

@@ -31,6 +31,7 @@ import numpy as np
 from fusion_rt.codecs.base import Array, CodecError, Span
 from fusion_rt.codecs.error_feedback import FeedbackBucketCodec
 from fusion_rt.codecs.packing import Selection, Spans
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import selection
 
 HEADER = 4
@@ -42,6 +43,11 @@ ALIGNMENT = 64  # bytes; trays begin at a multiple
 _WORD = 4
 _SPOILED_WORD = 3  # of a group
 _SPARE = 64  # corrections for which there is room besides
+
+
+def is_selected_from(dtype: DType) -> bool:
+    """Says whether workers select from buckets of this element type: what is float32, or becomes it exactly."""
+    return dtype.is_half or dtype is DTYPES["float32"]
 
 
 @dataclass(frozen=True)

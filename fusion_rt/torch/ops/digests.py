@@ -77,10 +77,8 @@ class Digests:
         (handle, since, names), self._asked = self._asked, None
         try:
             different = differences(synchronize(handle), names)
-        except (
-            HorovodInternalError
-        ):  # nothing depends on it; of a rank that is lost the next exchange says what is to do
-            return
+        except HorovodInternalError:
+            return  # nothing depends on it; of a rank that is lost the next exchange says what is to do
         if different and not self._differs:
             warnings.warn(f"the ranks' parameters differ since {since}: {different} from most ranks; what ranks do to "
                           "them beside the optimizer's steps has to be the same on all, and hvd.broadcast_parameters "

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.selecting import Selecting
-from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray
+from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray, is_selected_from
 from fusion_rt.host.arena import Segment
 from fusion_rt.torch.core import device
 from fusion_rt.torch.node.reduction import NodeReduction
@@ -58,7 +58,8 @@ class BucketSelector:
             parameters: of the bucket.
         """
         if self._gradient is None:
-            self._gradient = device.layer.empty([len(flat)], parameters[0].detach()).zero_()
+            like = parameters[0].detach().float()  # halves are selected from as float32, as daemons do
+            self._gradient = device.layer.empty([len(flat)], like).zero_()
             self._places = [
                 shaped(self._gradient[start : start + parameter.numel()], parameter)
                 for parameter, start in zip(parameters, self._starts, strict=True)
@@ -148,7 +149,7 @@ class Selections:
             parameters = [slots[tensor.name].parameter for tensor in bucket.tensors]
             layout = layout_of(bucket)
             if (
-                bucket.dtype != "float32"
+                not is_selected_from(layout.dtype)
                 or not selecting.rules.groups(layout)
                 or len({parameter.device for parameter in parameters}) > 1
                 or device.layer.is_host(parameters[0])

@@ -126,11 +126,11 @@ def on_a_gpu(really: bool = True) -> Iterator[None]:
         device.layer = real
 
 
-def make(text: str = CODEC, **how: Any) -> tuple[torch.nn.Sequential, Any]:
+def make(text: str = CODEC, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[torch.nn.Sequential, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 50), torch.nn.Linear(50, 4)
-    )
+    ).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=text, **how)
 
@@ -187,6 +187,28 @@ def test_training_is_the_same_bit_by_bit_whoever_selects(text: str) -> None:
         assert found.keys() == waiting.keys()
         assert all(torch.equal(found[key], waiting[key]) for key in found)
     assert any(value.any() for value in waiting.values()) == ("feedback" not in text)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks
+def test_halves_are_selected_from_as_daemons_do(dtype: torch.dtype) -> None:
+    """With gradients of which no sum has to be rounded, as a daemon does before it selects."""
+    for text in CODECS[:3]:
+        after = []
+        for really in (False, True):
+            with on_a_gpu(really):
+                model, optimizer = make(text, dtype, gradient_predivide_factor=2.0)
+                for step in range(12):
+                    generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+                    optimizer.zero_grad()
+                    for parameter in model.parameters():
+                        gradient = torch.randint(-20, 21, parameter.shape, generator=generator)
+                        (parameter * gradient.to(dtype)).sum().backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                assert selecting(optimizer) == [really and has_the_residual()] * len(selecting(optimizer))
+                after.append([parameter.detach().clone() for parameter in model.parameters()])
+        for here, there in zip(*after, strict=True):
+            assert torch.equal(here, there)
 
 
 @pytest.mark.parametrize("text", CODECS)
