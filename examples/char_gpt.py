@@ -3,6 +3,7 @@
     python examples/char_gpt.py --steps 100
     fusionrun -np 2 python examples/char_gpt.py
     fusionrun -H host1:2,host2:2 python examples/char_gpt.py
+    fusionrun -np 2 python examples/char_gpt.py --device cuda
 
 The script is the same on one process and on many hosts: each rank draws its own batches, and the optimizer averages the
 gradients of all ranks before each step. The lines for that are marked with an arrow. The default run takes a minute or
@@ -87,7 +88,8 @@ class Gpt(nn.Module):
         """Returns `start`, followed by `length` characters that the model draws."""
         text = torch.tensor([list(start.encode("ascii"))])
         for _ in range(length):
-            logits = self(text[:, -self.context :])[:, -1] / temperature
+            seen = text[:, -self.context :].to(self.places.weight.device)
+            logits = self(seen)[:, -1].cpu() / temperature
             text = torch.cat([text, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
         return bytes(text[0].tolist()).decode("ascii")
 
@@ -95,9 +97,9 @@ class Gpt(nn.Module):
 def draw(
     text: torch.Tensor, batch_size: int, context: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws random pieces of the text (batch, context), and the same shifted by one character."""
+    """Draws random pieces of the text (batch, context), and the same shifted by one character, on its device."""
     starts = torch.randint(len(text) - context, (batch_size, 1), generator=generator)
-    places = starts + torch.arange(context)
+    places = (starts + torch.arange(context)).to(text.device)
     return text[places], text[places + 1]
 
 
@@ -120,6 +122,17 @@ def share_cores() -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
 
 
+def device_of(name: str) -> torch.device:
+    """Returns the device of this rank. The ranks of a host take its GPUs in turns."""
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU on this host; leave out --device cuda")
+    device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small GPT learns the text of Python's standard library.")
     parser.add_argument("--steps", type=int, default=600)
@@ -131,14 +144,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
     options = parser.parse_args()
 
     hvd.init()  # ->
     share_cores()  # ->
+    device = device_of(options.device)  # ->
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed + hvd.rank())  # -> each rank draws its own pieces
-    text, held_out = load()
-    model = Gpt(options.context, options.width, options.layers, heads=4)
+    text, held_out = (part.to(device) for part in load())
+    model = Gpt(options.context, options.width, options.layers, heads=4).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas=(0.9, 0.99), weight_decay=0.1)
     # -> Gradients are averaged over all ranks, and all ranks start from rank 0's parameters and state.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -148,7 +163,7 @@ def main() -> None:
 
     bar = progress_bar()
     task = bar.add_task("", total=options.steps, loss="")
-    began, waited, total = time.perf_counter(), 0.0, torch.zeros(())
+    began, waited, total = time.perf_counter(), 0.0, torch.zeros((), device=device)
     with bar:
         for step in range(1, options.steps + 1):
             optimizer.zero_grad()
