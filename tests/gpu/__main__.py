@@ -1,0 +1,90 @@
+"""python -m tests.gpu: what can only be tried on a GPU, in ten minutes, with a table and a file of what was measured.
+
+    python -m tests.gpu                          all cases
+    python -m tests.gpu --cases kernels,topk     some
+    python -m tests.gpu --list                   only what there is
+    python -m tests.gpu --device cpu             those that need no GPU, to see that they run
+
+The exit status is 0 if all have passed, 1 if one has failed, and 3 if there is no GPU, so that nothing was tried. It
+needs no network: `pip install --no-index --find-links FOLDER '.[dev,cuda]' 'numba-cuda[cu12]'` before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.cases import CASES, ROOT
+
+NO_GPU = 3
+_ANSWER = "tests.gpu:"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the cases that are asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", default=",".join(CASES), help="names, with commas between them (all)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
+    parser.add_argument("--list", action="store_true", help="only say what there is")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu.json", help="file of results (%(default)s)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.one:
+        print(_ANSWER + json.dumps(CASES[options.one].run(options.device)), flush=True)
+        return 0
+    names = options.cases.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    if options.list:
+        for name in names:
+            print(f"{name:14} {CASES[name].says}")
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} finds no GPU on this machine: none of the {len(names)} cases was tried.")
+        return NO_GPU
+    if options.device == "cpu":
+        names = [name for name in names if CASES[name].anywhere]
+    results = {name: run(name, options.device) for name in names}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"device": options.device, "cases": results}, indent=1), encoding="utf-8")
+    failed = [name for name, result in results.items() if not result["passed"]]
+    print(f"{len(results) - len(failed)} of {len(results)} passed; {options.out}")
+    return 1 if failed else 0
+
+
+def run(name: str, device: str) -> dict[str, Any]:
+    """Runs a case in a process of its own, and prints a line; returns whether it passed, and what it measured."""
+    case, began = CASES[name], time.perf_counter()
+    command = [sys.executable, "-m", "tests.gpu", "--one", name, "--device", device]
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            said = process.communicate(timeout=case.seconds)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said = process.communicate()[0] + f"\nit has taken more than {case.seconds:g} s"
+    answer = next((line for line in reversed(said.splitlines()) if line.startswith(_ANSWER)), None)
+    passed = process.returncode == 0 and answer is not None
+    result = {
+        "passed": passed,
+        "seconds": round(time.perf_counter() - began, 1),
+        "measured": json.loads(answer.removeprefix(_ANSWER)) if passed and answer else said[-4000:],
+    }
+    shown = result["measured"] if passed else said.strip().splitlines()[-1] if said.strip() else "it said nothing"
+    print(f"{'passed' if passed else 'FAILED'}  {name:14} {result['seconds']:6.1f} s  {shown}", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""The cases of `python -m tests.gpu`: each checks one thing on a GPU, and returns what it has measured.
+
+Each runs in a process of its own, since what hangs or fails on a GPU takes its process along. Those that need no more
+than torch also run on the CPU, so that they have been run before a GPU is there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tests.gpu import ranks
+from tests.harness import Job
+from tests.kernels import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+START = {"HOROVOD_START_TIMEOUT": "120"}
+SELECTS = {**START, "FUSION_GPU_SELECTION": "auto", "HOROVOD_FUSION_THRESHOLD": "16KiB"}
+TOPK = "topk(density=0.05, minimum=100)"
+SIZES = (1, 2, 1023, 65_537, 1_000_003, 30_000_000)
+
+Measured = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of the cases.
+
+    Attributes:
+        run: gets the device, "cuda" or "cpu"; returns what it has measured, and raises what is wrong.
+        seconds: that it may take.
+        anywhere: it runs on the CPU, too.
+    """
+
+    run: Callable[[str], Measured]
+    seconds: float
+    anywhere: bool = False
+
+    @property
+    def says(self) -> str:
+        """What it checks."""
+        return (self.run.__doc__ or "").partition("\n")[0]
+
+
+def versions(device: str) -> Measured:
+    """The packages, the compiler of kernels and the GPU are there."""
+    found: Measured = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": None}
+    for package in ("numba", "numba_cuda"):
+        spec = importlib.util.find_spec(package)
+        found[package] = None if spec is None else getattr(importlib.import_module(package), "__version__", "there")
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["capability"] = torch.cuda.get_device_capability()
+        found["nccl"] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        from numba import cuda
+
+        cuda.current_context()
+        importlib.import_module("numba.cuda.cudadrv.nvvm").NVVM()
+    return found
+
+
+def shared_memory(device: str) -> Measured:
+    """Memory that processes share can be pinned, and a GPU copies to it and from it."""
+    nbytes = 64 << 20
+    descriptor = os.memfd_create("tests.gpu")
+    os.ftruncate(descriptor, nbytes)
+    with mmap.mmap(descriptor, nbytes) as memory:
+        there = torch.frombuffer(memory, dtype=torch.float32)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        assert int(runtime.cudaHostRegister(there.data_ptr(), nbytes, 0)) == 0
+        values = torch.randn(len(there), device=device)
+        began = time.perf_counter()
+        there.copy_(values, non_blocking=True)
+        queued = time.perf_counter() - began
+        torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        back = torch.empty_like(values).copy_(there, non_blocking=True)
+        assert torch.equal(back, values)
+        assert int(runtime.cudaHostUnregister(there.data_ptr())) == 0
+        del there
+    os.close(descriptor)
+    return {"queueing, us": round(queued * 1e6), "GB/s": round(nbytes / took / 1e9, 1)}
+
+
+def kernels(device: str) -> Measured:
+    """The kernels select what plain numpy does: 1 to 30 million elements, equal ones, and some that are not finite."""
+    from fusion_rt.kernels.cuda.selection import words
+    from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
+
+    layer, checked = TorchLayer(torch, torch.cuda.current_device()), 0
+    for n in SIZES:
+        k = max(1, n // 1000)
+        for momentum in (0.0, 0.9):
+            selector = SideSelector(layer, n, [(0, n)], np.zeros(words(k), np.int32), momentum)
+            residual, velocity = np.zeros(n, np.float32), np.zeros(n, np.float32) if momentum else None
+            for step in range(4):
+                gradient = _gradient(n, step)
+                selector.start(torch.from_numpy(gradient).to(device), k)
+                taken = selector.finish()
+                with np.errstate(invalid="ignore", over="ignore"):
+                    residual, velocity = reference.added(residual, gradient, velocity, momentum, False, 1.0)
+                expected = reference.largest(residual, k)
+                assert taken.indices.tolist() == expected.tolist(), (n, momentum, step)
+                assert taken.values.tobytes() == residual[expected].tobytes(), (n, momentum, step)
+                residual[expected] = 0
+                assert np.array_equal(selector.residual.cpu().numpy(), residual), (n, momentum, step)
+                checked += 1
+            selector.close()
+    return {"selections": checked}
+
+
+def _gradient(n: int, step: int) -> npt.NDArray[np.float32]:
+    """Makes numbers: in the second step many are equal, in the third some not finite, in the fourth all small."""
+    draw = np.random.default_rng(step)
+    if step == 1:
+        return draw.integers(-3, 4, n).astype(np.float32)
+    values = draw.standard_normal(n, np.float32) * np.float32(1e-9 if step == 3 else 1.0)
+    if step == 2:
+        values[draw.integers(0, n, 1 + n // 10_000)] = draw.choice([np.nan, np.inf, -np.inf])
+    return values
+
+
+def ptx(device: str) -> Measured:
+    """Kernels compile for all architectures, round like the CPU and need no local memory."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/cuda/test_ptx.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "skipped" not in done.stdout, "the compiler is not there: pip install 'numba-cuda[cu12]', or cu13"
+    return {}
+
+
+def one_node(device: str) -> Measured:
+    """Two ranks of one node train as one process does, whether NCCL takes two ranks of a GPU or not."""
+    return _train((2,), START, device, "dense")
+
+
+def two_nodes(device: str) -> Measured:
+    """Two nodes of one rank train as one process does."""
+    return _train((1, 1), START, device, "dense")
+
+
+def _train(nodes: tuple[int, ...], environment: Mapping[str, str], device: str, compression: str) -> Measured:
+    with Job(nodes, environment) as job:
+        found = job.run(ranks.train, device, compression, 20)
+        alone = job.run(ranks.train_alone, device, 20)[0]
+    assert all(np.array_equal(each, found[0]) for each in found), "ranks differ"
+    off = float(np.abs(found[0] - alone).max())
+    assert off < 1e-4, f"{off} off"
+    return {"off by": f"{off:.1e}"}
+
+
+def selection(device: str) -> Measured:
+    """What workers select on their GPU gives the bits that daemons' selection does: float32, bfloat16 and float16."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        after = []
+        for where in ("auto", "off"):
+            with Job((1, 1), {**SELECTS, "FUSION_GPU_SELECTION": where}) as job:
+                after.append(job.run(ranks.train, device, TOPK, 20, dtype))
+        for here, there in zip(*after, strict=True):
+            assert np.array_equal(here, there), dtype
+    return {}
+
+
+def memory(device: str) -> Measured:
+    """200 steps with new gradients in each take no more memory than 20."""
+    with Job((1, 1), SELECTS) as job:
+        grown = max(job.run(ranks.growth, device, TOPK, 20, 200))
+    assert grown == 0, f"{grown} bytes"
+    return {}
+
+
+def nccl(device: str) -> Measured:
+    """A group of NCCL can be made, reduces, and is aborted while a rank that it waits for does not come."""
+    from fusion_rt.torch.node.groups import NcclGroup
+
+    where = torch.device("cuda", torch.cuda.current_device())
+    with tempfile.TemporaryDirectory() as folder:
+        group = NcclGroup(f"{folder}/alone", 0, 1, where, 30.0, 30.0)
+        values = torch.ones(1 << 20, device=where)
+        under_way = group.reduce(values, "sum", None)
+        while not under_way.done():
+            time.sleep(1e-3)
+        began = time.perf_counter()
+        group.abort()
+        aborted = time.perf_counter() - began
+        try:
+            NcclGroup(f"{folder}/two", 0, 2, where, 3.0, 3.0)
+        except RuntimeError as error:
+            said = str(error)
+        else:
+            raise AssertionError("a group of two was made by one")
+    return {"abort, s": round(aborted, 2), "alone of two": said[:60], "s": round(time.perf_counter() - began, 1)}
+
+
+def overlap(device: str) -> Measured:
+    """Gradients are copied to the host while the backward pass goes on, also when a script waits in it."""
+    with Job((1, 1), START) as job:
+        shares = {name: job.run(ranks.overlap, waits)[0] for name, waits in (("share", False), ("with item()", True))}
+    assert shares["share"] > 0, "nothing was copied beside the backward pass"
+    return {name: round(share, 2) for name, share in shares.items()}
+
+
+def char_gpt(device: str) -> Measured:
+    """The example trains, beside DDP on NCCL with a rank for each GPU."""
+    script = [str(ROOT / "examples" / "char_gpt.py"), "--steps", "60" if device == "cuda" else "10", "--device", device]
+    runs = {
+        "fusion_rt, 2 ranks": ["-m", "fusion_rt.runner", "-np", "2", sys.executable, *script],
+        "alone": script,
+    }
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        runs[f"DDP, {gpus} ranks"] = ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus),
+                                      "-m", "tests.gpu.ddp_char_gpt"]  # fmt: skip
+    found: Measured = {}
+    for name, command in runs.items():
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{name}: {(done.stdout + done.stderr)[-2000:]}"
+        step = re.search(r"each step of ([\d.]+) ms", done.stdout)
+        assert step, done.stdout[-500:]
+        found[f"{name}, ms"] = float(step[1])
+    return found
+
+
+def topk(device: str) -> Measured:
+    """Selection takes at most twice as long as its bytes, and a fifth of torch.topk: 25.6 and 4.2 million elements."""
+    from fusion_rt.kernels.cuda.selection import words
+    from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
+
+    layer, found = TorchLayer(torch, torch.cuda.current_device()), {}
+    for n in (25_600_000, 4_200_000):
+        gradient, other = torch.randn(n, device=device), torch.empty(n * 3 // 2, device=device)
+        copied = _timed(lambda other=other: torch.empty_like(other).copy_(other))[0]  # type: ignore[misc]
+        for density in (0.001, 0.01):
+            k = round(n * density)
+            selector = SideSelector(layer, n, [(0, n)], np.zeros(words(k), np.int32))
+
+            def select(selector: SideSelector = selector, gradient: torch.Tensor = gradient, k: int = k) -> None:
+                selector.start(gradient, k)
+                selector.after()  # what is timed comes after it
+
+            def finish(selector: SideSelector = selector) -> None:
+                selector.finish()
+
+            ours, queueing = _timed(select, finish)
+            theirs = _timed(lambda g=gradient, k=k: torch.topk(g.abs(), k, sorted=False))[0]  # type: ignore[misc]
+            selector.close()
+            row = {"us": ours, "queueing, us": queueing, "/ bytes": ours / copied, "torch.topk / this": theirs / ours}
+            found[f"{n / 1e6:g} M, {density:.1%}"] = {name: round(value, 1) for name, value in row.items()}
+    first = next(iter(found.values()))
+    assert first["/ bytes"] <= 2, found
+    assert first["torch.topk / this"] >= 5, found
+    return found
+
+
+def _timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+    """Returns the medians (us) of what the GPU takes for some work, and of what this thread takes to queue it."""
+    took, queued = [], []
+    for _ in range(15):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begun.record()  # type: ignore[no-untyped-call]
+        began = time.perf_counter()
+        work()
+        queued.append((time.perf_counter() - began) * 1e6)
+        ended.record()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        after()
+        took.append(begun.elapsed_time(ended) * 1e3)  # type: ignore[no-untyped-call]
+    return statistics.median(took[4:]), statistics.median(queued[4:])
+
+
+CASES = {
+    "versions": Case(versions, 60, anywhere=True),
+    "shared memory": Case(shared_memory, 60),
+    "kernels": Case(kernels, 180),
+    "ptx": Case(ptx, 120),
+    "one node": Case(one_node, 60, anywhere=True),
+    "two nodes": Case(two_nodes, 60, anywhere=True),
+    "selection": Case(selection, 120, anywhere=True),
+    "memory": Case(memory, 60),
+    "nccl": Case(nccl, 90),
+    "overlap": Case(overlap, 60),
+    "char-GPT": Case(char_gpt, 180, anywhere=True),
+    "topk": Case(topk, 60),
+}

@@ -1,0 +1,45 @@
+"""`python -m tests.gpu`: its cases, on a machine with a GPU; on any machine, what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import __main__ as command
+from tests.gpu.cases import CASES
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("name", CASES if GPU else ["all of them"])
+def test_on_a_gpu(name: str) -> None:
+    result = command.run(name, "cuda")
+    assert result["passed"], result["measured"]
+
+
+@pytest.mark.skipif(GPU, reason="needs a machine without one")
+def test_without_a_gpu_it_says_that_nothing_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--out", str(tmp_path / "gpu.json")]) == command.NO_GPU
+    assert f"none of the {len(CASES)} cases was tried" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_needs_no_gpu_passes_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gpu.json"
+    assert command.main(["--device", "cpu", "--cases", "versions,two nodes,topk", "--out", str(out)]) == 0
+    assert "2 of 2 passed" in capsys.readouterr().out
+    assert set(json.loads(out.read_text())["cases"]) == {"versions", "two nodes"}
+
+
+def test_a_case_that_fails_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not command.run("kernels", "cpu")["passed"], "it needs a GPU"
+    assert "FAILED  kernels" in capsys.readouterr().out
+
+
+def test_each_case_says_in_a_sentence_what_it_checks() -> None:
+    assert all(case.says.endswith(".") for case in CASES.values())
+    assert sum(case.seconds for case in CASES.values()) < 20 * 60
