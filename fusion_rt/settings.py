@@ -113,8 +113,8 @@ class Settings:
         variable="FUSION_SPARSE_ROUTE", choices=("auto", "owners", "gather"))
     gpu_selection: str = _row(
         "off", FUSION, "Selection of gradients on their GPU, by a worker that contributes alone for its node, so "
-        "that only the selection is copied to the host: auto (where it is possible, with fusion_rt[cuda]) or off. It "
-        "has never run on a GPU.",
+        "that only the selection is copied to the host: auto (where it is possible, with fusion_rt[cuda12] or "
+        "[cuda13]) or off. It has never run on a GPU.",
         variable="FUSION_GPU_SELECTION", choices=("auto", "off"))
     dense_route: str = _row(
         "auto", FUSION, "All-reduce between nodes where no codec selects: ring, doubling (recursive; of buckets up "

@@ -94,6 +94,6 @@ def _both_ways() -> None:
             torch.testing.assert_close(mine, expected)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None, reason="needs fusion_rt[cuda]")
+@pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None, reason="needs numba-cuda")
 def test_training_is_the_same_where_the_gpu_selects() -> None:
     run_workers(_both_ways, ranks=2, nodes=2, environment={"HOROVOD_START_TIMEOUT": "120"})

@@ -3,7 +3,8 @@ the memory of a GPU, by Numba-CUDA.
 
 `selection` has the functions, `_kernels` the code that runs on the device, `side` the use of them on torch tensors
 beside training. Importing this package loads none of them, and only `fusion_rt.torch.core.cuda_side` does: `numba.cuda`
-is for workers that have a GPU. It comes from the package `numba-cuda`, which the extra `fusion_rt[cuda]` installs.
+is for workers that have a GPU. It comes from the package `numba-cuda`, which the extras `fusion_rt[cuda12]` and
+`[cuda13]` install.
 
 None of this has run on a GPU. The tests run the functions in Numba's simulator, which has no warps, and compile all
 kernels to PTX, those with warps too, where NVIDIA's compiler is installed. What `side.TorchLayer` asks of torch is only

@@ -24,7 +24,7 @@ The tests run it in Numba's simulator, without warps, and compile it to PTX, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,7 +34,7 @@ import numpy as np
 from fusion_rt.kernels.cuda import _kernels
 from fusion_rt.kernels.cuda._kernels import HEADER as HEADER
 from fusion_rt.kernels.cuda._kernels import Kernels
-from fusion_rt.kernels.cuda.shim import SIMULATED, cuda
+from fusion_rt.kernels.cuda.shim import SIMULATED, cuda, launcher
 
 NOTHING = 0x7FFFFFFF + 1
 """A threshold that no magnitude reaches."""
@@ -75,8 +75,8 @@ class Memory:
     nesterov: bool = False
     factor: float = 1.0
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the kernels that add."""
+    def arguments(self) -> tuple[tuple[DeviceArray, ...], tuple[Any, ...]]:
+        """The arguments of the kernels that add: arrays, and how."""
         rule = _kernels.NO_GRADIENT
         if self.gradient is not None:
             rule = _kernels.PLAIN
@@ -85,7 +85,7 @@ class Memory:
         unused = self.residual
         gradient = unused if self.gradient is None else self.gradient
         velocity = unused if self.velocity is None else self.velocity
-        return self.residual, gradient, velocity, rule, np.float32(self.momentum), np.float32(self.factor)
+        return (self.residual, gradient, velocity), (rule, np.float32(self.momentum), np.float32(self.factor))
 
 
 class Found:
@@ -118,10 +118,17 @@ class Found:
         self.histogram = cuda.to_device(np.zeros(_kernels.BINS, np.int32), stream=stream)
         self.ticket = cuda.to_device(np.zeros(2, np.int32), stream=stream)
         self.state = cuda.to_device(np.zeros(_kernels.STATE, np.int64), stream=stream)
-        self._grid = (math.ceil(len(bounds) / code.groups), code.threads)
+        self._blocks = math.ceil(len(bounds) / code.groups)
+        self._launchers: dict[tuple[str, Any], Callable[..., None]] = {}
 
-    def grid(self, stream: Any) -> tuple[Any, ...]:
-        return (*self._grid, stream)
+    def launch(self, name: str, stream: Any, *arguments: Any) -> None:
+        """Launches the kernel of this name: `scan` on one block, others on one for each few parts."""
+        made = self._launchers.get((name, stream))
+        if made is None:
+            blocks = 1 if name == "scan" else self._blocks
+            made = launcher(getattr(self.code, name), blocks, self.code.threads, stream)
+            self._launchers[name, stream] = made
+        made(*arguments)
 
 
 class Taken:
@@ -179,9 +186,8 @@ def take_above(memory: Memory, found: Found, threshold: int, k: int, out: Device
 
 def survey(memory: Memory, found: Found, k: int, stream: Any = 0) -> None:
     """Adds, and finds the threshold for `collect` that the k largest reach, and few others; see `take_largest`."""
-    found.code.survey[found.grid(stream)](
-        *memory.arguments()[:3], found.parts, *memory.arguments()[3:], k, found.histogram, found.ticket, found.state
-    )
+    arrays, how = memory.arguments()
+    found.launch("survey", stream, *arrays, found.parts, *how, k, found.histogram, found.ticket, found.state)
 
 
 def collect(memory: Memory, found: Found, threshold: int | None = None, least: int = 0, stream: Any = 0) -> None:
@@ -191,30 +197,31 @@ def collect(memory: Memory, found: Found, threshold: int | None = None, least: i
     With the threshold `NOTHING` it only adds.
     """
     threshold = _kernels.FROM_STATE if threshold is None else max(1, threshold)
-    found.code.collect[found.grid(stream)](
-        *memory.arguments()[:3], found.parts, *memory.arguments()[3:], threshold, least, found.candidates,
-        found.counts, found.ticket, found.state,
+    arrays, how = memory.arguments()
+    found.launch(
+        "collect", stream, *arrays, found.parts, *how, threshold, least, found.candidates, found.counts, found.ticket,
+        found.state,
     )  # fmt: skip
 
 
 def largest(residual: DeviceArray, found: Found, k: int, stream: Any = 0) -> None:
     """Finds the magnitude of the k-th largest of what has been put aside, and how many of its ties to take."""
     for shift, bits, above in _kernels.DIGITS:
-        found.code.count[found.grid(stream)](
-            residual, found.parts, found.candidates, found.counts, k, shift, 1 << bits, above, found.histogram,
-            found.ticket, found.state,
+        found.launch(
+            "count", stream, residual, found.parts, found.candidates, found.counts, k, shift, 1 << bits, above,
+            found.histogram, found.ticket, found.state,
         )  # fmt: skip
 
 
 def take(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any = 0) -> None:
     """Writes the elements that `largest` has found, ascending, and puts a zero in their place. `out` has to have room
     for them."""
-    found.code.place[found.grid(stream)](
-        residual, found.parts, found.candidates, found.counts, found.starts, found.quotas, found.state
+    found.launch(
+        "place", stream, residual, found.parts, found.candidates, found.counts, found.starts, found.quotas, found.state
     )
-    found.code.scan[1, found.code.threads, stream](found.starts, found.quotas, found.state)
-    found.code.take[found.grid(stream)](
-        residual, found.parts, found.candidates, found.counts, found.starts, found.quotas,
+    found.launch("scan", stream, found.starts, found.quotas, found.state)
+    found.launch(
+        "take", stream, residual, found.parts, found.candidates, found.counts, found.starts, found.quotas,
         (len(out) - HEADER) // 2, out, found.state,
     )  # fmt: skip
 
@@ -224,7 +231,7 @@ def gather(
 ) -> None:
     """out[j] = values[indices[j]]; indices int32, values and out float32. Indices are not checked."""
     code = code or kernels()
-    code.gather[_blocks(len(indices), code), code.threads, stream](values, indices, len(indices), out)
+    launcher(code.gather, _blocks(len(indices), code), code.threads, stream)(values, indices, len(indices), out)
 
 
 def put(
@@ -234,7 +241,8 @@ def put(
     """Writes or adds values to those elements of `out` that have the indices, of which `out` has those from `low` on.
     Indices are different from each other; they are not checked."""
     code = code or kernels()
-    code.put[_blocks(len(indices), code), code.threads, stream](indices, values, len(indices), out, low, add)
+    launch = launcher(code.put, _blocks(len(indices), code), code.threads, stream)
+    launch(indices, values, len(indices), out, low, add)
 
 
 def divide(ranges: Sequence[Range], parts: int, least: int) -> np.ndarray[Any, np.dtype[np.int32]]:

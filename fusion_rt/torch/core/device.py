@@ -191,7 +191,7 @@ class Layer:
         except (ImportError, RuntimeError) as error:
             warnings.warn(
                 f"gradients on {where} are copied to the host as a whole, since FUSION_GPU_SELECTION needs "
-                f"fusion_rt[cuda]: {error}",
+                f"fusion_rt[cuda12] or [cuda13]: {error}",
                 stacklevel=2,
             )
             return None

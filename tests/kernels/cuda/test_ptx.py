@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fusion_rt.kernels.cuda import selection
+from fusion_rt.kernels.cuda import selection, shim
 
 pytestmark = pytest.mark.skipif("NUMBA_ENABLE_CUDASIM" in os.environ, reason="the simulator compiles nothing")
 
@@ -78,3 +79,15 @@ def test_nothing_is_in_local_memory_from_volta_to_blackwell(cuda: Any) -> None:
             ptx, _ = cuda.compile_ptx(getattr(code, name).py_func, types.void(*arguments), cc=architecture)
             assert ".target sm_{}{}".format(*architecture) in ptx
             assert ".local" not in ptx, (name, architecture)
+
+
+def test_a_small_grid_is_no_reason_to_warn(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.cuda import dispatcher
+
+    monkeypatch.setattr(dispatcher.driver, "_to_core_stream", lambda stream: stream)  # needs a driver
+    kernel = selection.kernels(256, True).scan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Warning, match="Grid size 1"):
+            kernel[1, 256, 0]
+        shim.launcher(kernel, 1, 256, 0)
