@@ -2,7 +2,8 @@
 
 Small data travels inside messages. Other data is read and written where it lies, if that is one tensor that the daemon
 gets at (`tensors.place_of`), and goes through the arena if not. The result is in its tensors when the operation has
-ended, whoever waits for it or nobody: the thread that reads the daemon's answer puts it there.
+ended, whoever waits for it or nobody: the thread that reads the daemon's answer puts it there. On a device, it does so
+after what was queued before the operation was submitted, whichever stream is that thread's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
+from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import DTYPE_NAMES, Memory, contents, copy_in, fill, over, place_of, received
 
@@ -51,10 +53,13 @@ class Submission:
         watcher: called when it has ended.
     """
 
-    __slots__ = ("_given", "_memory", "_outputs", "done", "error", "sizes", "watcher")
+    __slots__ = ("_given", "_memory", "_outputs", "_queued", "done", "error", "sizes", "watcher")
 
     def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         self._outputs = outputs
+        self._queued: device.Copying | None = None  # what a device may still do with the outputs
+        if not all(map(device.layer.is_host, outputs)):
+            self._queued = device.layer.mark(*outputs)
         self._given: Memory | None = None
         self._memory: Memory | None = None  # where the result comes
         self.done = False
@@ -77,6 +82,11 @@ class Submission:
             copy_in(_over(memory.view, inputs), inputs)
         return memory.place
 
+    def _follow_queued(self) -> None:
+        """Has what is queued from now on come after what was queued when the operation was submitted."""
+        if self._queued is not None:
+            self._queued.precede()
+
     def _ended(self, operation: Operation) -> None:
         self.error = operation.error
         self.sizes = operation.sizes
@@ -88,6 +98,7 @@ class Submission:
         self.end()
 
     def _deliver(self, operation: Operation) -> None:
+        self._follow_queued()
         outputs = self._outputs
         data = operation.inline
         if data is not None and len(outputs) == 1:
@@ -233,36 +244,48 @@ class AwaitedMessage(Submission):
             super()._deliver(operation)
 
 
+class _OwnReceive(Submission):
+    """A tensor that this worker itself sends."""
+
+    __slots__ = ()
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Copies what has been sent, and ends it."""
+        self._follow_queued()
+        copy_in(self._outputs, [tensor])
+        self.end()
+
+
 class OwnMessages:
     """Messages of a worker to itself, which need no daemon."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
-        self._awaited: defaultdict[int, deque[tuple[Submission, torch.Tensor]]] = defaultdict(deque)
+        self._sent: defaultdict[int, deque[tuple[torch.Tensor, device.Copying]]] = defaultdict(deque)
+        self._awaited: defaultdict[int, deque[_OwnReceive]] = defaultdict(deque)
 
     def send(self, tag: int, tensor: torch.Tensor) -> Submission:
         """Takes a copy of a tensor for the receive with this tag."""
         with self._lock:
             if self._awaited[tag]:
-                part, into = self._awaited[tag].popleft()
-                copy_in([into], [tensor])
-                part.end()
+                self._awaited[tag].popleft().take(tensor)
             else:
-                self._sent[tag].append(tensor.detach().clone())
+                copied = tensor.detach().clone()
+                self._sent[tag].append((copied, device.layer.mark(copied)))
         sent = Submission()
         sent.end()
         return sent
 
     def receive(self, tag: int, tensor: torch.Tensor) -> Submission:
         """Fills a tensor with what has been sent with this tag, or will be."""
-        part = Submission()
+        part = _OwnReceive([tensor])
         with self._lock:
             if self._sent[tag]:
-                copy_in([tensor], [self._sent[tag].popleft()])
-                part.end()
+                sent, copying = self._sent[tag].popleft()
+                copying.precede()
+                part.take(sent)
             else:
-                self._awaited[tag].append((part, tensor))
+                self._awaited[tag].append(part)
         return part
 
 
@@ -272,9 +295,9 @@ def _place_of(here: Runtime, tensors: Sequence[torch.Tensor]) -> tuple[int, int]
 
 
 def _overlap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Tells whether tensors share storage with others."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in ones}
-    return any(tensor.untyped_storage().data_ptr() in storages for tensor in others)
+    """Tells whether tensors share storage of this process with others."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in filter(device.layer.is_host, ones)}
+    return any(tensor.untyped_storage().data_ptr() in storages for tensor in filter(device.layer.is_host, others))
 
 
 def _nbytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -129,7 +129,7 @@ class FusionWork(dist.Work):
         future = self._future
         if future is None:
             self._let_go()
-            future = self._future = LazyFuture(self)
+            future = self._future = LazyFuture(self, devices_of(self._results))
             self._completer.complete(self)
         return future
 
@@ -189,6 +189,13 @@ def _raise_failure(value: Any) -> NoReturn:
     raise CollectiveError(value.text)
 
 
+def devices_of(results: Sequence[Any]) -> list[torch.device]:
+    """Returns the devices of the tensors among results and lists of them: a future has to know those that it will have
+    tensors of, besides the host."""
+    tensors = [each for result in results for each in (result if isinstance(result, list | tuple) else [result])]
+    return sorted({each.device for each in tensors if not each.is_cpu}, key=str)
+
+
 class LazyFuture(torch.futures.Future[Any]):
     """The future of a work. Who waits for it in Python reads the channel itself, so that a function that was called
     back may wait for another operation.
@@ -197,8 +204,8 @@ class LazyFuture(torch.futures.Future[Any]):
         calls_back: its completion runs functions of a script.
     """
 
-    def __init__(self, work: FusionWork) -> None:
-        super().__init__()
+    def __init__(self, work: FusionWork, devices: list[torch.device]) -> None:
+        super().__init__(devices=devices)  # type: ignore[arg-type]
         self.calls_back = False
         self._work: FusionWork | None = work
         self._lock = threading.Lock()

@@ -119,13 +119,14 @@ class Layer:
             with self._keeping:
                 self._under_way.append(copying)
 
-    def mark(self, tensor: torch.Tensor) -> Copying:
-        """Returns what has been done when the current stream of a tensor's device has come as far as now."""
-        if tensor.device.type != "cuda":
-            return Copying()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(tensor.device))
-        return Copying([event])
+    def mark(self, *tensors: torch.Tensor) -> Copying:
+        """Returns what has been done when the current streams of these tensors' devices have come as far as now."""
+        events = []
+        for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+            if device.type == "cuda":
+                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                events[-1].record(torch.cuda.current_stream(device))
+        return Copying(events)
 
     def sweep(self) -> None:
         """Lets go of what has been copied."""

@@ -84,6 +84,11 @@ class CudaTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
+    def cpu(self, *_: Any) -> torch.Tensor:
+        made = torch.empty(self.shape, dtype=self.dtype)  # torch's own sees that it is on this build's device already
+        _copy(made, self, non_blocking=False)
+        return made
+
     def record_stream(self, stream: Any) -> None:
         self.block.used_on.append(stream)
 
@@ -213,7 +218,7 @@ def fake_cuda(seed: int, count: int = 1) -> Iterator[Gpus]:
     calls: dict[str, Any] = {
         "Stream": FakeStream, "Event": FakeEvent, "stream": gpus.stream, "device": gpus.device,
         "current_stream": gpus.current_stream, "current_device": gpus.current_device, "is_available": lambda: True,
-        "cudart": lambda: gpus, "_lazy_init": lambda: None,
+        "cudart": lambda: gpus, "_lazy_init": lambda: None, "get_device_capability": lambda _: (9, 0),
     }  # fmt: skip
     with mock.patch.multiple(torch.cuda, **calls), mock.patch.object(device, "layer", device.Layer()), _Factories():  # type: ignore[no-untyped-call]
         yield gpus
