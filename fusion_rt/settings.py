@@ -238,9 +238,9 @@ class Settings:
         True, FUSION, "Send the buckets first that the next forward pass needs first.",
         unit=SWITCH, variable="FUSION_PRIORITY")
     node_reduction: str = _row(
-        "daemon", FUSION, "Place where the gradients of a host's ranks are combined: daemon (in the host's memory), "
-        "nccl (on its GPUs, before the daemon has them), auto (nccl where each rank has a GPU of its own), or gloo "
-        "(for tests of nccl's way without GPUs). nccl has never run on a GPU.",
+        "daemon", FUSION, "Place where gradients, and tensors of torch.distributed, of a host's ranks are combined: "
+        "daemon (in the host's memory), nccl (on its GPUs, before the daemon has them), auto (nccl where each rank has "
+        "a GPU of its own), or gloo (for tests of nccl's way without GPUs). nccl has never run on a GPU.",
         variable="FUSION_NODE_REDUCTION", choices=("auto", "nccl", "gloo", "daemon"))
     ports: range = _row(
         range(0), DAEMON, "Range of ports on which daemons listen, and rank 0 where it serves a store, for a "

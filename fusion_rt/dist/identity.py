@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusion_rt.dist.inner import InnerGroup
 from fusion_rt.dist.membership import JoinedGroup
 
 _Base: Any = dist.ProcessGroup  # whose overloads torch's stubs give for its own callers
@@ -25,6 +26,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
     def __init__(self, opened: JoinedGroup, name: str, timeout: timedelta) -> None:
         super().__init__(opened.rank, opened.size)
         self._opened = opened
+        self._inner = InnerGroup(opened, timeout.total_seconds())
         self._position = opened.rank
         self._recorded = opened.recorder.open_group(name, opened.ranks)
         self._store: Any = opened.store
@@ -107,10 +109,12 @@ class GroupIdentity(_Base):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Ends the group; what is under way in it fails."""
         self._recorded.close()
+        self._inner.close()
         self._opened.close()
 
     def abort(self) -> None:
         """Ends the group at once; what is under way in it fails. A flight record is written, where one is wanted."""
+        self._inner.close(aborts=True)
         self._opened.abort()
         self._recorded.close()
 

@@ -77,7 +77,7 @@ class JoinedGroup:
         store: in which the members met.
     """
 
-    def __init__(self, member: Member, id: int, rank: int, ranks: Sequence[int], store: Store) -> None:
+    def __init__(self, member: Member, id: int, rank: int, ranks: Sequence[int], store: Store, scope: str) -> None:
         self.here = member.here
         self.completer = member.completer
         self.recorder = member.dumps.recorder
@@ -86,8 +86,20 @@ class JoinedGroup:
         self.size = len(ranks)
         self.ranks = tuple(ranks)
         self.store = store
+        self._scope = scope  # of this group's keys in the store
         self._member: Member | None = member
         member.groups.add(self)
+
+    def store_for(self, purpose: str) -> Store:
+        """Returns a store of this group's own, the same on all members."""
+        return PrefixStore(f"{self._scope}.{purpose}", self.store)
+
+    def open_among(self, name: str, positions: Sequence[int], timeout: timedelta) -> JoinedGroup:
+        """Opens a group of some members, of which this worker is one, together with them. Raises as `open_group`."""
+        if self._member is None:
+            raise FusionError("the process group has been destroyed")
+        ranks = [self.ranks[position] for position in positions]
+        return _opened(self._member, self.store_for(name), name, list(positions).index(self.rank), ranks, timeout)
 
     def abort(self) -> None:
         """Ends the group as `close` does; where dumps are wanted, this rank and all others write theirs before."""
@@ -171,7 +183,7 @@ def _opened(
         store.set(f"{scope}.key", secrets.token_hex(8))
     _await(store, f"{scope}.key", scope, name, ranks, timeout)
     key = f"{name}.{store.get(f'{scope}.key').decode()}"
-    opened = JoinedGroup(member, client.open_group(key, ranks), rank, ranks, store)
+    opened = JoinedGroup(member, client.open_group(key, ranks), rank, ranks, store, scope)
     try:
         if store.add(f"{scope}.members", 1) == size:
             store.set(f"{scope}.complete", "yes")

@@ -19,6 +19,7 @@ from fusion_rt import wire
 from fusion_rt.dist import membership
 from fusion_rt.dist.arguments import Members, check_alike, checked_tag, combination, only, only_list, pairs, some
 from fusion_rt.dist.identity import GroupIdentity
+from fusion_rt.dist.inner import LaneWork
 from fusion_rt.dist.monitored import MonitoredBarriers
 from fusion_rt.dist.sparse_sums import replace_by_sum
 from fusion_rt.dist.submission import (
@@ -77,7 +78,7 @@ class FusionProcessGroup(GroupIdentity):
 
     # --- reductions ---------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> FusionWork:
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Replaces the tensor on every member by the elementwise combination of all members' tensors."""
         tensor = only(tensors, "allreduce", "tensor")
         reduction, seconds = self._combination(opts, op, timeout)
@@ -87,7 +88,7 @@ class FusionProcessGroup(GroupIdentity):
 
     def allreduce_coalesced(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
-    ) -> FusionWork:
+    ) -> dist.Work:
         """Replaces each tensor as `allreduce` does; tensors of one type travel together."""
         tensors = some(tensors, "allreduce_coalesced", "tensor list")
         reduction, seconds = self._combination(opts, op, timeout)
@@ -95,13 +96,15 @@ class FusionProcessGroup(GroupIdentity):
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int = 0
-    ) -> FusionWork:
+    ) -> dist.Work:
         """Replaces the tensor on the root by the combination of all members' tensors."""
         tensor = only(tensors, "reduce", "tensor")
         if isinstance(opts, int):
             opts, root = None, opts
         root = self._members.root(root if opts is None else opts.rootRank, "reduce")
         reduction, seconds = self._combination(opts, op, timeout)
+        if (work := self._inner.reduce(tensor, root, reduction, seconds)) is not None:
+            return work
         outputs = [tensor] if root == self._position else []
         part = self._reduction("reduce", [tensor], outputs, reduction, seconds, root=self._ranks[root])
         return self._work("reduce", [part], [tensor])
@@ -119,8 +122,12 @@ class FusionProcessGroup(GroupIdentity):
         part = self._reduction("reducescatter", self._members.in_order(given), [output], reduction, seconds, uneven)
         return self._work("reduce_scatter", [part], [output], given)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Combines the members' tensors; each member gets the part of the combination at its position."""
+        reduction, seconds = self._combination(opts, None, None)
+        self._members.check_whole(input, output, "reduce_scatter", "input", "output")
+        if (work := self._inner.reduce_scatter(output, input, reduction, seconds)) is not None:
+            return work
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
@@ -139,12 +146,14 @@ class FusionProcessGroup(GroupIdentity):
 
     # --- moves from one member to all, or all to one ------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0) -> FusionWork:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0) -> dist.Work:
         """Replaces the tensor on every member by the root's."""
         tensor = only(tensors, "broadcast", "tensor")
         if isinstance(opts, int):
             opts, root = None, opts
         root = self._members.root(root if opts is None else opts.rootRank, "broadcast")
+        if (work := self._inner.broadcast(tensor, root, self._limit(opts, timeout))) is not None:
+            return work
         dtype, itemsize = moved_as([tensor])
         signature = signature_for("broadcast", self._id, dtype, tensor.nbytes // itemsize, root=self._ranks[root])
         given, taken = ([tensor], []) if root == self._position else (None, [tensor])
@@ -161,12 +170,14 @@ class FusionProcessGroup(GroupIdentity):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
         timeout: timedelta | None = None,
-    ) -> FusionWork:
+    ) -> dist.Work:
         """Gives every member its part of each member's tensor; parts are rows (all equal where no sizes are given)."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
         takes = self._members.rows(output, output_split_sizes, "output")
         gives = self._members.rows(input, input_split_sizes, "input")
+        if (work := self._inner.all_to_all(output, input, takes, gives, self._limit(opts, timeout))) is not None:
+            return work
         dtype, itemsize = moved_as([input, output])
         row = input.nbytes // input.shape[0] if input.numel() else output.nbytes // max(output.shape[0], 1)
         each = row // itemsize
@@ -250,8 +261,11 @@ class FusionProcessGroup(GroupIdentity):
         part = self._gathered([given], taken, self._limit(opts, timeout), [tensor.nbytes for tensor in taken])
         return self._work("all_gather", [part], lists, [given])
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gives every member the tensors of all members, one after the other in one tensor."""
+        self._members.check_whole(output, input, "allgather", "output", "input")
+        if (work := self._inner.all_gather(output, input, self._limit(opts, None))) is not None:
+            return work
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
@@ -367,9 +381,10 @@ class FusionProcessGroup(GroupIdentity):
         parts: Sequence[Submission],
         results: list[Any],
         given: Sequence[torch.Tensor] | None = None,
+        made: type[FusionWork] = FusionWork,
     ) -> FusionWork:
         recorded = self._recorded.record(title, parts, results if given is None else given, results)
-        return FusionWork(self._opened.completer, title, parts, results, given=given, recorded=recorded)
+        return made(self._opened.completer, title, parts, results, given=given, recorded=recorded)
 
     def _limit(self, opts: Any, timeout: timedelta | None) -> float:
         """Returns the seconds that an operation has."""
@@ -385,8 +400,12 @@ class FusionProcessGroup(GroupIdentity):
 
     def _reduce_all(
         self, title: str, tensors: list[torch.Tensor], reduction: tuple[wire.Op, float], seconds: float
-    ) -> FusionWork:
+    ) -> dist.Work:
         if len(tensors) == 1:
+            if (work := self._inner.allreduce(tensors[0], reduction, seconds)) is not None:
+                return work
+            if (lane_part := self._inner.start(tensors[0], reduction, seconds)) is not None:
+                return self._work(title, [lane_part], tensors, made=LaneWork)
             return self._work(title, [self._reduction("allreduce", tensors, tensors, reduction, seconds)], tensors)
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:

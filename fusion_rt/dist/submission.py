@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -82,23 +83,18 @@ class Submission:
             copy_in(_over(memory.view, inputs), inputs)
         return memory.place
 
-    def _follow_queued(self) -> None:
-        """Has what is queued from now on come after what was queued when the operation was submitted."""
-        if self._queued is not None:
-            self._queued.precede()
-
     def _ended(self, operation: Operation) -> None:
         self.error = operation.error
         self.sizes = operation.sizes
         if self.error is None and self._outputs:
             try:
-                self._deliver(operation)
+                with nullcontext() if self._queued is None else device.layer.after(self._queued):
+                    self._deliver(operation)
             except Exception as error:
                 self.error = f"the result of {operation.name} could not be put into its tensors: {error}"
         self.end()
 
     def _deliver(self, operation: Operation) -> None:
-        self._follow_queued()
         outputs = self._outputs
         data = operation.inline
         if data is not None and len(outputs) == 1:
@@ -249,10 +245,10 @@ class _OwnReceive(Submission):
 
     __slots__ = ()
 
-    def take(self, tensor: torch.Tensor) -> None:
-        """Copies what has been sent, and ends it."""
-        self._follow_queued()
-        copy_in(self._outputs, [tensor])
+    def take(self, tensor: torch.Tensor, made: device.Copying) -> None:
+        """Copies what has been sent, once it is `made`, and ends it."""
+        with device.layer.after(made), nullcontext() if self._queued is None else device.layer.after(self._queued):
+            copy_in(self._outputs, [tensor])
         self.end()
 
 
@@ -268,7 +264,7 @@ class OwnMessages:
         """Takes a copy of a tensor for the receive with this tag."""
         with self._lock:
             if self._awaited[tag]:
-                self._awaited[tag].popleft().take(tensor)
+                self._awaited[tag].popleft().take(tensor, device.layer.mark(tensor))
             else:
                 copied = tensor.detach().clone()
                 self._sent[tag].append((copied, device.layer.mark(copied)))
@@ -281,9 +277,7 @@ class OwnMessages:
         part = _OwnReceive([tensor])
         with self._lock:
             if self._sent[tag]:
-                sent, copying = self._sent[tag].popleft()
-                copying.precede()
-                part.take(sent)
+                part.take(*self._sent[tag].popleft())
             else:
                 self._awaited[tag].append(part)
         return part

@@ -78,10 +78,7 @@ class FusionWork(dist.Work):
         channel = self._completer.channel
         for part in self._parts:
             if not part.done and not channel.read_until(part, seconds):
-                raise CollectiveError(
-                    f"{self._title} has not ended within {seconds:g} s, for which wait() was asked to wait; it is "
-                    "still under way, and its tensors must not be used"
-                )
+                raise self._not_yet(seconds)
         self.settle()
         self._raise()
         return True
@@ -161,6 +158,12 @@ class FusionWork(dist.Work):
         has one element, which costs no memory, is kept."""
         if len(self._results) != 1 or not isinstance(self._results[0], torch.Tensor) or self._results[0].numel() != 1:
             self._completer.release(self)
+
+    def _not_yet(self, seconds: float | None) -> CollectiveError:
+        return CollectiveError(
+            f"{self._title} has not ended within {seconds:g} s, for which wait() was asked to wait; it is still under "
+            "way, and its tensors must not be used"
+        )
 
     def _error(self) -> str | None:
         return next((part.error for part in self._parts if part.error is not None), None)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,24 +29,27 @@ class Copying:
     Args:
         events: one on each stream, after the last copy there.
         tensors: kept alive until the copies have been made.
+
+    Attributes:
+        events: as above.
     """
 
     def __init__(self, events: Sequence[torch.cuda.Event] = (), tensors: Sequence[torch.Tensor] = ()) -> None:
-        self._events = events
+        self.events = events
         self._tensors = tensors
 
     def done(self) -> bool:
         """Tells whether they have been made."""
-        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+        return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Returns when they have been made."""
-        for event in self._events:
+        for event in self.events:
             event.synchronize()
 
     def precede(self) -> None:
         """Has what is queued on the current streams from now on come after them."""
-        for event in self._events:
+        for event in self.events:
             torch.cuda.current_stream(event.device).wait_event(event)
 
     def touches(self, memory: range) -> bool:
@@ -64,6 +68,7 @@ class Layer:
         self._keeping = threading.RLock()  # what is let go may have finalizers that come back
         self._warned = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which is copied to the host
+        self._landing: dict[torch.device, torch.cuda.Stream] = {}  # on which results come that no stream waits for
         self._sides: dict[torch.device, Side | None] = {}
 
     def is_host(self, tensor: torch.Tensor) -> bool:
@@ -127,6 +132,23 @@ class Layer:
                 events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                 events[-1].record(torch.cuda.current_stream(device))
         return Copying(events)
+
+    @contextmanager
+    def after(self, before: Copying, streams: dict[torch.device, torch.cuda.Stream] | None = None) -> Iterator[None]:
+        """A context in which work is queued on streams beside the current ones, after all that `before` stands for.
+
+        Args:
+            streams: by device, made when there is none; None: those for results.
+        """
+        streams = self._landing if streams is None else streams
+        with ExitStack() as stack:
+            for event in before.events:
+                stream = streams.get(event.device)
+                if stream is None:
+                    stream = streams[event.device] = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
     def sweep(self) -> None:
         """Lets go of what has been copied."""

@@ -172,12 +172,12 @@ def fill(tensor: torch.Tensor, data: bytes) -> None:
 
 
 def copy_in(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copies tensors, at least one, into memory of this process, and returns when that is done."""
+    """Copies tensors, at least one, from or to memory of this process, and returns when that is done."""
     with torch.no_grad():
-        if all(map(device.layer.is_host, tensors)):
+        if all(map(device.layer.is_host, tensors)) and all(map(device.layer.is_host, places)):
             torch._foreach_copy_(list(places), list(tensors))
         else:
-            device.layer.copy(places, [tensor.detach() for tensor in tensors]).wait()
+            device.layer.copy([place.detach() for place in places], [tensor.detach() for tensor in tensors]).wait()
 
 
 def copy_out(tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:

@@ -92,9 +92,14 @@ def _options(op: str) -> dist.ReduceOptions:
     return options
 
 
-def _abort(group: Any) -> None:
-    """Aborts a process group by the method that this version of torch has."""
-    for name in ("abort", "_abort", "shutdown", "_shutdown"):
+def end_group(group: Any, aborts: bool = True) -> None:
+    """Ends a process group of torch by the method that this version has.
+
+    Args:
+        aborts: without waiting; otherwise what is under way in it may end before.
+    """
+    aborting, waiting = ("abort", "_abort"), ("shutdown", "_shutdown")
+    for name in (*aborting, *waiting) if aborts else (*waiting, *aborting):
         method = getattr(group, name, None)
         if method is not None:
             method()
@@ -118,6 +123,20 @@ class _Followed:
         return self._copying.done()
 
 
+def _gloo(store: Any, rank: int, size: int, device: torch.device, limit: float) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._timeout = _delta(limit)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, device: torch.device, limit: float) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = _delta(limit)
+    with torch.cuda.device(device):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
 class GlooGroup(Group):
     """A group for tensors in the host's memory.
 
@@ -132,11 +151,7 @@ class GlooGroup(Group):
     """
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        options._timeout = _delta(limit)
-        options._threads = 1
-        self._group: Any = dist.ProcessGroupGloo(_store(store, size), rank, size, options)
+        self._group = _gloo(_store(store, size), rank, size, device, limit)
         self.try_out(rank, size, device, start)
 
     def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
@@ -146,7 +161,7 @@ class GlooGroup(Group):
         """Does nothing: the reduction has ended, since its result was used."""
 
     def abort(self) -> None:
-        _abort(self._group)
+        end_group(self._group)
 
 
 class NcclGroup(Group):
@@ -161,10 +176,7 @@ class NcclGroup(Group):
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
         with torch.cuda.device(device), _environment(_WATCHED_HERE):
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = _delta(limit)
-            group: Any = dist.ProcessGroupNCCL(_store(store, size), rank, size, options)
-            self._group = group
+            self._group = _nccl(_store(store, size), rank, size, device, limit)
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._works: dict[int, Any] = {}  # the latest, by address of the tensor
             try:
@@ -187,7 +199,7 @@ class NcclGroup(Group):
             work.wait()
 
     def abort(self) -> None:
-        _abort(self._group)
+        end_group(self._group)
 
 
 def _delta(seconds: float) -> timedelta:
@@ -215,11 +227,20 @@ class Backend(Protocol):
     def connect(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> Group:
         """See `GlooGroup`."""
 
+    def join(self, store: Any, rank: int, size: int, device: torch.device, limit: float) -> Any:
+        """Makes a process group of torch of this kind, watched as the script has it.
+
+        Args:
+            store: of torch, in which its members meet; nobody else uses it.
+            limit: seconds for an operation.
+        """
+
 
 class Gloo:
     """The backend of tensors in the host's memory; every rank counts as a device of its own."""
 
     connect = GlooGroup
+    join = staticmethod(_gloo)
 
     def device_of(self, tensors: list[torch.Tensor]) -> str:
         if not dist.is_available() or not dist.is_gloo_available():
@@ -231,6 +252,7 @@ class Nccl:
     """The backend of tensors on one CUDA device."""
 
     connect = NcclGroup
+    join = staticmethod(_nccl)
 
     def device_of(self, tensors: list[torch.Tensor]) -> str:
         devices = {tensor.device for tensor in tensors}

@@ -8,6 +8,7 @@ half of the schedules nothing runs before somebody waits for it.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,6 +109,13 @@ class FakeEvent:
             FakeStream.gpus.run_until(self.marker)
 
 
+class _Current(threading.local):
+    """What is current in a thread: first the default streams, of the first device."""
+
+    def __init__(self, streams: list[FakeStream]) -> None:
+        self.device, self.streams = 0, list(streams)
+
+
 class Gpus:
     """The devices of a process.
 
@@ -137,44 +145,43 @@ class Gpus:
         self._choose = random.Random(seed)
         self._haste = self._choose.choice((0.0, 0.0, 0.2, 0.8))  # how often something runs that nobody waits for
         FakeStream.gpus = self
-        self._device = 0
-        self._current = [FakeStream(index) for index in range(count)]
+        self._now = _Current([FakeStream(index) for index in range(count)])
 
     # --- what is current ----------------------------------------------------------------------------------------------
 
     def index_of(self, device: Any) -> int:
         """Returns the number of a device, given in any way that torch takes."""
         if device is None or isinstance(device, int):
-            return self._device if device is None else device
+            return self._now.device if device is None else device
         index = torch.device(device).index
-        return self._device if index is None else index
+        return self._now.device if index is None else index
 
     def current_stream(self, device: Any = None) -> FakeStream:
-        return self._current[self.index_of(device)]
+        return self._now.streams[self.index_of(device)]
 
     def current_device(self) -> int:
-        return self._device
+        return self._now.device
 
     def set_stream(self, stream: FakeStream) -> None:
         """Makes a stream the current one of its device, for good: as autograd does from node to node."""
-        self._device, self._current[stream.index] = stream.index, stream
+        self._now.device, self._now.streams[stream.index] = stream.index, stream
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before = self._device, list(self._current)
+        before = self._now.device, list(self._now.streams)
         self.set_stream(stream)
         try:
             yield
         finally:
-            self._device, self._current = before
+            self._now.device, self._now.streams = before
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        before, self._device = self._device, self.index_of(device)
+        before, self._now.device = self._now.device, self.index_of(device)
         try:
             yield
         finally:
-            self._device = before
+            self._now.device = before
 
     # --- what runs, and when ------------------------------------------------------------------------------------------
 
@@ -219,13 +226,13 @@ class Gpus:
         return any(begin <= address and address + nbytes <= begin + length for begin, length in self.registered.items())
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.calls.append(("cudaHostRegister", address, self._device))
+        self.calls.append(("cudaHostRegister", address, self._now.device))
         if self.code == 0:
             self.registered[address] = nbytes
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("cudaHostUnregister", address, self._device))
+        self.calls.append(("cudaHostUnregister", address, self._now.device))
         nbytes = self.registered.pop(address)
         under_way = [copy for copy in self.transfers if address <= copy.address < address + nbytes]
         if under_way:

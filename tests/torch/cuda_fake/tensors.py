@@ -132,6 +132,8 @@ def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
             gpus.queue(partial(_transfer, gpus, transfer, *pair))
         elif host is source:
             gpus.queue(partial(inner.copy_, values.clone()))
+            if not non_blocking:  # torch waits
+                gpus.current_stream().synchronize()
         else:
             gpus.queue(partial(inner.copy_, values))
             gpus.current_stream().synchronize()

@@ -1,0 +1,84 @@
+"""Inner groups on a made-up GPU, whose streams run as late as CUDA allows, by a made-up NCCL, which gloo moves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusion_rt.torch.node.groups import Nccl
+from tests.dist.test_inner import LENGTHS, TYPES, _given
+from tests.harness import Job
+from tests.torch.cuda_fake.streams import FakeStream
+from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
+from tests.torch.node.test_groups import FakeWork
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
+
+SCHEDULES = range(4)
+
+
+class MadeUpNccl:
+    """Combines on a stream of its own, which waits for the current one, as NCCL does."""
+
+    class Options:
+        _timeout: timedelta
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
+        self._stream = FakeStream()
+
+    def _queued(self, run: Callable[..., Any], *tensors: Any) -> FakeWork:
+        gpus, inner = FakeStream.gpus, [tensor.inner for tensor in tensors]
+        self._stream.wait_stream(gpus.current_stream())
+        with gpus.stream(self._stream):
+            gpus.queue(lambda: run(*inner).wait())
+        return FakeWork(gpus, self._stream.mark())
+
+    def allreduce(self, tensors: Any, options: Any) -> FakeWork:
+        return self._queued(lambda tensor: self._gloo.allreduce([tensor], options), *tensors)
+
+    def _reduce_scatter_base(self, output: Any, given: Any, options: Any) -> FakeWork:
+        return self._queued(lambda to, source: self._gloo._reduce_scatter_base(to, source, options), output, given)
+
+    def _allgather_base(self, output: Any, given: Any, options: Any) -> FakeWork:
+        return self._queued(lambda to, source: self._gloo._allgather_base(to, source, options), output, given)
+
+    def shutdown(self) -> None:
+        self._gloo = None
+
+
+def _all_reduce(store: str) -> None:
+    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSION_NODE_REDUCTION", "nccl")
+        patch.setattr(dist, "ProcessGroupNCCL", MadeUpNccl, raising=False)
+        patch.setattr(Nccl, "device_of", lambda *_: f"GPU {rank}")
+        dist.init_process_group("fusion", init_method=f"file://{store}", rank=rank, world_size=size)
+        for seed in SCHEDULES:
+            with fake_cuda(seed) as gpus, gpus.stream(FakeStream()):
+                group = dist.new_group()
+                for dtype in TYPES:
+                    for length in LENGTHS[:-1]:
+                        tensor = on_gpu(_given(rank, length, dtype)) * 1
+                        before = tensor * 1
+                        dist.all_reduce(tensor, group=group)
+                        after = tensor * 1
+                        tensor.zero_()
+                        total = torch.stack([_given(other, length, dtype) for other in range(size)]).sum(0).to(dtype)
+                        assert torch.equal(value_of(after), total), (seed, dtype, length)
+                        assert torch.equal(value_of(before), _given(rank, length, dtype)), (seed, dtype, length)
+                inner = group._inner  # type: ignore[union-attr]
+                assert inner._whole is not None or inner._lane is not None
+                dist.destroy_process_group(group)
+        dist.destroy_process_group()
+
+
+def test_what_is_queued_before_and_after_an_all_reduce_sees_it_so(job: Job, tmp_path: Path) -> None:
+    job.run(_all_reduce, str(tmp_path / "store"))
