@@ -85,6 +85,11 @@ def _store(path: str, size: int) -> Any:
     return dist.FileStore(path, size)  # type: ignore[attr-defined]
 
 
+def _leave_store(store: Any) -> None:
+    """Has nobody wait long for the file, which one rank removes when it leaves: torch would, for five minutes."""
+    store.set_timeout(timedelta(seconds=1))
+
+
 def _options(op: str) -> dist.ReduceOptions:
     options = dist.ReduceOptions()
     options.reduceOp = getattr(dist.ReduceOp, op.upper())
@@ -151,8 +156,10 @@ class GlooGroup(Group):
     """
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
-        self._group = _gloo(_store(store, size), rank, size, device, limit)
+        file = _store(store, size)
+        self._group = _gloo(file, rank, size, device, limit)
         self.try_out(rank, size, device, start)
+        _leave_store(file)
 
     def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
         return _Followed(self._group.reduce([tensor], _options(op)), then)
@@ -176,7 +183,8 @@ class NcclGroup(Group):
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
         with torch.cuda.device(device), _environment(_WATCHED_HERE):
-            self._group = _nccl(_store(store, size), rank, size, device, limit)
+            file = _store(store, size)
+            self._group = _nccl(file, rank, size, device, limit)
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._works: dict[int, Any] = {}  # the latest, by address of the tensor
             try:
@@ -184,6 +192,8 @@ class NcclGroup(Group):
             except BaseException:
                 self.abort()  # or the device would wait for a reduction for ever, and what is queued after it too
                 raise
+            finally:
+                _leave_store(file)
 
     def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
         work = self._works[tensor.data_ptr()] = self._group.reduce([tensor], _options(op))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ class FakeNccl:
     hangs = False
     seen: dict[str, str] = {}  # noqa: RUF012
     aborted = 0
+    store: Any
 
     class Options:
         _timeout: timedelta
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         FakeNccl.seen = dict(os.environ)
+        FakeNccl.store = store
         self._stream = FakeStream()
 
     def reduce(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
@@ -87,6 +90,17 @@ def test_a_trial_that_never_ends_is_given_up_and_aborted(tmp_path: Path, monkeyp
         with fake_cuda(0), pytest.raises(RuntimeError, match=r"a reduction has taken more than 0\.05 s"):
             NcclGroup(str(tmp_path / "store"), rank, 2, GPU, 0.05, 30.0)
     assert FakeNccl.aborted == 2
+
+
+def test_nobody_waits_long_for_the_file_that_another_rank_has_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch, whoever asks a store whose file is gone waits for it: NCCL's threads do, while the process ends."""
+    for hangs in (False, True):
+        monkeypatch.setattr(FakeNccl, "hangs", hangs)
+        with fake_cuda(0), suppress(RuntimeError):
+            NcclGroup(str(tmp_path / "store"), 0, 1, GPU, 0.05, 30.0)
+        assert FakeNccl.store.timeout == timedelta(seconds=1)
 
 
 def test_nccl_does_not_end_the_process_and_the_script_keeps_its_network(tmp_path: Path) -> None:
