@@ -173,6 +173,27 @@ def test_a_spike_in_every_twelfth_step_that_became_longer_by_a_third_is_not_hidd
     assert "spikes are longer by 3" in verdict(found)
 
 
+def test_spikes_of_one_rank_that_are_lost_in_those_of_all_are_told() -> None:
+    """As on a busy machine: all steps have spikes of many lengths, and rank 2's own are as regular as they are long."""
+
+    def job(seed: int, own: float) -> Samples:
+        draw = np.random.default_rng(seed)
+        steps, mine = (at * 1e6 * (1 + draw.normal(0, 0.01, 119)) for at in (116, 72))
+        steps[::12] += draw.uniform(40, 160, 10) * 1e6
+        mine[::12] += own * 1e6
+        return Samples("job", dict.fromkeys(MEASURES, steps), {1: steps / 2, 2: mine})
+
+    found = compare(job(1, 95), job(2, 160))
+    assert not any(row.changed for row in found.step)
+    told = verdict(found)
+    assert told.startswith("steps have not changed, as far as they tell; of what rank 2 does itself, ")
+    assert "spikes are longer by" in told
+    gate = diff.gate(found, 0.05)
+    assert gate.slower
+    assert "spikes of what rank 2 does itself +3" in gate.what
+    assert not diff.gate(compare(job(3, 95), job(4, 95)), 0.05).slower
+
+
 def test_spikes_that_come_more_often_are_told_as_such() -> None:
     generator = np.random.default_rng(3)
 

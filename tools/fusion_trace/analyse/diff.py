@@ -116,12 +116,24 @@ def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Samples:
 def verdict(found: Diff) -> str:
     """Returns a sentence on steps: typical ones first, then what else has changed of their distribution."""
     told = [_in_words(row) for row in found.step if row.changed]
+    known = {row.measure for row in found.step if row.changed}
+    hidden = [rank for rank, rows in found.ranks.items() if {row.measure for row in rows if row.changed} - known]
+    if not told and hidden:
+        return f"steps have not changed, as far as they tell; {_of_ranks(found, hidden)}"
     if not told:
         return "no change"
     typical, mean = found.step[:2]
     if not typical.changed and not mean.changed:
         told.insert(0, "typical steps have not changed")
     return "; ".join(told)
+
+
+def _of_ranks(found: Diff, ranks: Sequence[int]) -> str:
+    """Returns what the first of some ranks does itself that has changed, and how many others there are."""
+    first, *others = ranks
+    changed = "; ".join(_in_words(row) for row in found.ranks[first] if row.changed)
+    more = f" (and of {len(others)} more ranks)" if others else ""
+    return f"of what rank {first} does itself, {changed}{more}"
 
 
 def _in_words(row: Comparison) -> str:
@@ -147,7 +159,8 @@ class Gate:
     """The answer to whether steps have become slower by more than a limit.
 
     Attributes:
-        slower: a row of steps that is a time has grown by more, and not by chance.
+        slower: a row of steps that is a time has grown by more, and not by chance; or one of what a rank does itself,
+            where that of steps does not tell.
         what: a sentence on it; it says too where an increase above the limit cannot be excluded.
         undecided: that is so of the median, which needs the fewest steps: the comparison says nothing.
     """
@@ -162,6 +175,7 @@ def gate(found: Diff, limit: float) -> Gate:
     asked = [(row, row.before, row.difference) for row in found.step if row.measure != SHARE]
     told = [(row, more / before) for row, before, more in asked if before and more is not None and row.changed]
     above = [f"{row.measure} {by:+.1%}" for row, by in told if by > limit]
+    above += [] if above else _of_one(found, limit)
     if above:
         return Gate(True, f"slower by more than {limit:.1%}: {', '.join(above)}")
     open_ = {
@@ -178,6 +192,20 @@ def gate(found: Diff, limit: float) -> Gate:
             undecided="median" in open_,
         )
     return Gate(False, f"not slower by more than {limit:.1%}")
+
+
+def _of_one(found: Diff, limit: float) -> list[str]:
+    """Returns how ranks have become slower themselves by more than the limit of a step, where steps do not exclude that
+    they have, too: those of all ranks have the noise of all."""
+    slower = []
+    for rank, rows in found.ranks.items():
+        for row, step in zip(rows, found.step, strict=True):
+            if row.measure == SHARE or step.before is None or not row.changed or row.difference is None:
+                continue
+            if row.difference > limit * step.before and step.high > limit * step.before:
+                slower.append(f"{row.measure} of what rank {rank} does itself {row.difference / step.before:+.1%}")
+                break
+    return slower
 
 
 def parse_share(text: str) -> float:
