@@ -9,7 +9,7 @@ from typing import Any
 
 import numba
 
-from fusion_rt.kernels._memory import peek8, peek32, peek64, poke8, poke32, poke64, shift_right, trailing_zeros
+from fusion_rt.kernels.llvm.memory import peek8, peek32, peek64, poke8, poke32, poke64, shift_right, trailing_zeros
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 njit: Any = numba.njit

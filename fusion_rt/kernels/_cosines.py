@@ -16,9 +16,9 @@ from llvmlite import ir
 from numba import extending, types
 
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.kernels import _ir
-from fusion_rt.kernels._lanes import Wire, lanes, load, store
-from fusion_rt.kernels._memory import peek64, peek_float, poke_float
+from fusion_rt.kernels.llvm import vectors
+from fusion_rt.kernels.llvm.lanes import Wire, lanes, load, store
+from fusion_rt.kernels.llvm.memory import peek64, peek_float, poke_float
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 njit: Any = numba.njit
@@ -94,9 +94,9 @@ def _columns(n: int, inverse: bool) -> Any:
     @intrinsic
     def columns(typing: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            numbers, vector = _Numbers(builder), ir.VectorType(_ir.F32, _LANES)
+            numbers, vector = _Numbers(builder), ir.VectorType(vectors.F32, _LANES)
             places = [
-                builder.inttoptr(builder.add(arguments[0], _ir.I64(4 * _STRIDE * i)), vector.as_pointer())
+                builder.inttoptr(builder.add(arguments[0], vectors.I64(4 * _STRIDE * i)), vector.as_pointer())
                 for i in range(n)
             ]
             values = [builder.load(place, align=4) for place in places]
@@ -120,10 +120,10 @@ def _turn(typing: Any, source: Any, target: Any) -> Any:
     """Transposes `_TURN` rows and columns."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(_ir.F32, _TURN)
+        vector = ir.VectorType(vectors.F32, _TURN)
 
         def place(address: Any, row: int) -> Any:
-            return builder.inttoptr(builder.add(address, _ir.I64(4 * _STRIDE * row)), vector.as_pointer())
+            return builder.inttoptr(builder.add(address, vectors.I64(4 * _STRIDE * row)), vector.as_pointer())
 
         rows = [builder.load(place(arguments[0], row), align=4) for row in range(_TURN)]
         step = 1
@@ -135,7 +135,7 @@ def _turn(typing: Any, source: Any, target: Any) -> Any:
                     [i + step if not i & step else i + _TURN for i in range(_TURN)],
                 ]
                 rows[row], rows[row + step] = (
-                    builder.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(_ir.I32, _TURN), pick))
+                    builder.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(vectors.I32, _TURN), pick))
                     for pick in picks
                 )
             step *= 2

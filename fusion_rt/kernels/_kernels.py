@@ -16,7 +16,7 @@ from numba import types
 
 from fusion_rt.core.dtypes import DType
 from fusion_rt.kernels import _coding, _cosines, _low_rank, _ordinary, _quantisation, _selection
-from fusion_rt.kernels._lanes import (
+from fusion_rt.kernels.llvm.lanes import (
     Wire,
     add,
     cast,

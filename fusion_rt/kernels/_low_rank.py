@@ -12,9 +12,9 @@ import numba
 from numba import extending, types
 
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.kernels import _ir
-from fusion_rt.kernels._lanes import Wire, add, lanes, load, multiply, scale, store, total, zeros
-from fusion_rt.kernels._memory import peek64, peek_float, poke_float
+from fusion_rt.kernels.llvm import vectors
+from fusion_rt.kernels.llvm.lanes import Wire, add, lanes, load, multiply, scale, store, total, zeros
+from fusion_rt.kernels.llvm.memory import peek64, peek_float, poke_float
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 njit: Any = numba.njit
@@ -97,8 +97,8 @@ def _root(typing: Any, square: Any) -> Any:
     """The square root of a float64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = _ir.splat(builder, arguments[0], 1)
-        return builder.extract_element(_ir.call(builder, "sqrt", vector.type, vector), _ir.I32(0))
+        vector = vectors.splat(builder, arguments[0], 1)
+        return builder.extract_element(vectors.call(builder, "sqrt", vector.type, vector), vectors.I32(0))
 
     return types.float64(types.float64), generate
 

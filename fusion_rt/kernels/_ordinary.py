@@ -12,8 +12,8 @@ import numba
 from llvmlite import ir
 from numba import extending, types
 
-from fusion_rt.kernels import _ir
-from fusion_rt.kernels._memory import peek64, poke64
+from fusion_rt.kernels.llvm import vectors
+from fusion_rt.kernels.llvm.memory import peek64, poke64
 from fusion_rt.kernels.machine_code import PLACES, REQUEST_WORDS, UNUSED, VECTORS
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
@@ -21,8 +21,8 @@ intrinsic: Any = extending.intrinsic
 njit: Any = numba.njit
 
 _I8_POINTER = ir.IntType(8).as_pointer()
-_TRANSFER = ir.FunctionType(_ir.I64, [_ir.I32, _ir.I64, _ir.I64, _ir.I64, _ir.I64, _ir.I64])
-_REDUCTION = ir.FunctionType(_ir.I32, [_I8_POINTER, _I8_POINTER, _ir.I64])
+_TRANSFER = ir.FunctionType(vectors.I64, [vectors.I32, vectors.I64, vectors.I64, vectors.I64, vectors.I64, vectors.I64])
+_REDUCTION = ir.FunctionType(vectors.I32, [_I8_POINTER, _I8_POINTER, vectors.I64])
 
 
 @intrinsic
@@ -32,8 +32,8 @@ def transfer(typing: Any, function: Any, pid: Any, local: Any, remote: Any) -> A
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         function, pid, local, remote = arguments
         pointer = builder.inttoptr(function, _TRANSFER.as_pointer())
-        one, zero = _ir.I64(1), _ir.I64(0)
-        return builder.call(pointer, [builder.trunc(pid, _ir.I32), local, one, remote, one, zero])
+        one, zero = vectors.I64(1), vectors.I64(0)
+        return builder.call(pointer, [builder.trunc(pid, vectors.I32), local, one, remote, one, zero])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
@@ -46,8 +46,8 @@ def call_reduction(typing: Any, function: Any, unused: Any, request: Any) -> Any
         function, unused, request = arguments
         pointer = builder.inttoptr(function, _REDUCTION.as_pointer())
         first = builder.inttoptr(unused, _I8_POINTER)
-        second = builder.inttoptr(builder.add(unused, _ir.I64(8)), _I8_POINTER)
-        return builder.sext(builder.call(pointer, [first, second, request]), _ir.I64)
+        second = builder.inttoptr(builder.add(unused, vectors.I64(8)), _I8_POINTER)
+        return builder.sext(builder.call(pointer, [first, second, request]), vectors.I64)
 
     return types.int64(types.int64, types.int64, types.int64), generate
 

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.kernels._lanes import (
+from fusion_rt.kernels.llvm.lanes import (
     INFINITE,
     Wire,
     add,
@@ -28,7 +28,7 @@ from fusion_rt.kernels._lanes import (
     where_finite,
     zeros,
 )
-from fusion_rt.kernels._memory import (
+from fusion_rt.kernels.llvm.memory import (
     peek32,
     peek64,
     peek_double,

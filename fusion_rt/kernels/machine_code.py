@@ -50,9 +50,10 @@ _PARTS = (
     "_low_rank.py",
     "_cosines.py",
     "_ordinary.py",
-    "_lanes.py",
-    "_memory.py",
-    "_ir.py",
+    "llvm/codes.py",
+    "llvm/lanes.py",
+    "llvm/memory.py",
+    "llvm/vectors.py",
 )
 _SOURCES = (Path(__file__), *(_HERE / part for part in _PARTS), Path(dtypes.__file__))
 _COMPILER = "fusion_rt.kernels._kernels"

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.kernels import _ir, _kernels, cpu, machine_code
+from fusion_rt.kernels import _kernels, cpu, machine_code
+from fusion_rt.kernels.llvm import vectors
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -52,7 +53,7 @@ def software_convert(source: Array, source_dtype: DType, target: Array, target_d
     name = f"convert-{source_dtype.name}-{target_dtype.name}"
     code = machine_code.MachineCode([])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ir, "_processor_converts_float16", lambda: False)
+        patch.setattr(vectors, "_processor_converts_float16", lambda: False)
         code.link(name, _kernels.machine_code(name))
         patch.setattr(cpu, "_code", code)
         patch.setattr(cpu, "_conversions", {})

@@ -169,7 +169,8 @@ def test_a_change_of_the_source_makes_another_kernel(
 
 def test_every_file_that_kernels_are_made_of_counts() -> None:
     folder = Path(machine_code.__file__).parent
-    assert set(folder.glob("_[a-z]*.py")) <= set(machine_code._SOURCES)
+    parts = {*folder.glob("_[a-z]*.py"), *folder.glob("llvm/[a-z]*.py")}
+    assert parts <= set(machine_code._SOURCES)
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

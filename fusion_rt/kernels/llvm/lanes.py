@@ -18,7 +18,7 @@ from numba.core import imputils
 from numba.extending import models
 
 from fusion_rt.core.dtypes import DType
-from fusion_rt.kernels import _ir
+from fusion_rt.kernels.llvm import vectors
 
 _LANE_BYTES = 128  # of one accumulator: two cache lines; 64 and 256 measured no better
 _MAX_LANES = 32
@@ -55,9 +55,9 @@ class Lanes(types.Type):
     """The elements at hand, as accumulators."""
 
     def __init__(self, dtype: DType, lanes: int) -> None:
-        self.vector = ir.VectorType(_ir.accumulator(dtype), lanes)
+        self.vector = ir.VectorType(vectors.accumulator(dtype), lanes)
         self.is_floating = dtype.is_floating
-        self.is_signed = _ir.is_signed(dtype)
+        self.is_signed = vectors.is_signed(dtype)
         super().__init__(name=f"Lanes({self.vector}, {'signed' if self.is_signed else 'unsigned'})")
 
 
@@ -83,7 +83,7 @@ lower_constant(Wire)(lambda context, builder, typ, value: context.get_dummy_valu
 @intrinsic
 def lanes(typing: Any, wire: Wire) -> Any:
     """The number of elements that one step takes."""
-    return types.int64(wire), lambda context, builder, signature, arguments: _ir.I64(wire.lanes)
+    return types.int64(wire), lambda context, builder, signature, arguments: vectors.I64(wire.lanes)
 
 
 @intrinsic
@@ -101,7 +101,7 @@ def float_at(typing: Any, request: Any, word: Any) -> Any:
     """The 64-bit word of a request as a floating-point number."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.load(builder.gep(arguments[0], [arguments[1]])), _ir.F64)
+        return builder.bitcast(builder.load(builder.gep(arguments[0], [arguments[1]])), vectors.F64)
 
     return types.float64(request, word), generate
 
@@ -110,7 +110,7 @@ def float_at(typing: Any, request: Any, word: Any) -> Any:
 def load(typing: Any, wire: Wire, address: Any, i: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _pointer(builder, wire, arguments[1], arguments[2])
-        return _ir.widen(builder, wire.dtype, builder.load(pointer, align=1))
+        return vectors.widen(builder, wire.dtype, builder.load(pointer, align=1))
 
     return Lanes(wire.dtype, wire.lanes)(wire, address, i), generate
 
@@ -119,14 +119,14 @@ def load(typing: Any, wire: Wire, address: Any, i: Any) -> Any:
 def store(typing: Any, wire: Wire, address: Any, i: Any, value: Lanes) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _pointer(builder, wire, arguments[1], arguments[2])
-        builder.store(_ir.narrow(builder, wire.dtype, arguments[3]), pointer, align=1)
+        builder.store(vectors.narrow(builder, wire.dtype, arguments[3]), pointer, align=1)
         return context.get_dummy_value()
 
     return types.void(wire, address, i, value), generate
 
 
 def _pointer(builder: Any, wire: Wire, address: Any, i: Any) -> Any:
-    stored = _ir.stored(wire.dtype)
+    stored = vectors.stored(wire.dtype)
     first = builder.gep(builder.inttoptr(address, stored.as_pointer()), [i])
     return builder.bitcast(first, ir.VectorType(stored, wire.lanes).as_pointer())
 
@@ -152,7 +152,7 @@ def _extremum(floating: str, comparison: str) -> Any:
     def extremum(typing: Any, left: Lanes, right: Lanes) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             if left.is_floating:  # IEEE 754-2019: NaN wins, and -0 is less than +0
-                return _ir.call(builder, floating, left.vector, *arguments)
+                return vectors.call(builder, floating, left.vector, *arguments)
             compare = builder.icmp_signed if left.is_signed else builder.icmp_unsigned
             return builder.select(compare(comparison, *arguments), *arguments)
 
@@ -173,11 +173,13 @@ def scale(typing: Any, wire: Wire, value: Lanes, factor: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, elements, scalar = arguments
         if wire.dtype.is_floating:
-            scalar = scalar if elements.type.element == _ir.F64 else builder.fptrunc(scalar, _ir.F32)
-            return builder.fmul(elements, _ir.splat(builder, scalar, wire.lanes))
-        product = builder.fmul(_ir.to_double(builder, wire.dtype, elements), _ir.splat(builder, scalar, wire.lanes))
-        longs = _ir.call(builder, "fptosi.sat", ir.VectorType(_ir.I64, wire.lanes), product)
-        return _ir.from_long(builder, wire.dtype, longs)
+            scalar = scalar if elements.type.element == vectors.F64 else builder.fptrunc(scalar, vectors.F32)
+            return builder.fmul(elements, vectors.splat(builder, scalar, wire.lanes))
+        product = builder.fmul(
+            vectors.to_double(builder, wire.dtype, elements), vectors.splat(builder, scalar, wire.lanes)
+        )
+        longs = vectors.call(builder, "fptosi.sat", ir.VectorType(vectors.I64, wire.lanes), product)
+        return vectors.from_long(builder, wire.dtype, longs)
 
     return value(wire, value, factor), generate
 
@@ -190,9 +192,9 @@ def divide(typing: Any, wire: Wire, value: Lanes, divisor: Any) -> Any:
         _, elements, scalar = arguments
         if wire.dtype.is_floating:
             scalar = builder.sitofp(scalar, elements.type.element)
-            return builder.fdiv(elements, _ir.splat(builder, scalar, wire.lanes))
-        longs = _ir.to_long(builder, wire.dtype, elements)
-        return _ir.from_long(builder, wire.dtype, builder.sdiv(longs, _ir.splat(builder, scalar, wire.lanes)))
+            return builder.fdiv(elements, vectors.splat(builder, scalar, wire.lanes))
+        longs = vectors.to_long(builder, wire.dtype, elements)
+        return vectors.from_long(builder, wire.dtype, builder.sdiv(longs, vectors.splat(builder, scalar, wire.lanes)))
 
     return value(wire, value, divisor), generate
 
@@ -205,7 +207,7 @@ def cast(typing: Any, wire: Wire, value: Lanes) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if value == target:
             return arguments[1]
-        return (builder.fpext if target.vector.element == _ir.F64 else builder.fptrunc)(arguments[1], target.vector)
+        return (builder.fpext if target.vector.element == vectors.F64 else builder.fptrunc)(arguments[1], target.vector)
 
     return target(wire, value), generate
 
@@ -221,10 +223,12 @@ def total(typing: Any, wire: Wire, value: Lanes) -> Any:
     """The sum of floating elements as a float64, added in float64 in their order."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        result = ir.Constant(_ir.F64, 0.0)
+        result = ir.Constant(vectors.F64, 0.0)
         for lane in range(wire.lanes):
-            element = builder.extract_element(arguments[1], _ir.I32(lane))
-            result = builder.fadd(result, element if element.type == _ir.F64 else builder.fpext(element, _ir.F64))
+            element = builder.extract_element(arguments[1], vectors.I32(lane))
+            result = builder.fadd(
+                result, element if element.type == vectors.F64 else builder.fpext(element, vectors.F64)
+            )
         return result
 
     return types.float64(wire, value), generate
@@ -237,11 +241,11 @@ def hits(typing: Any, wire: Wire, value: Lanes, threshold: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, elements, scalar = arguments
-        words = ir.VectorType(_ir.I32, wire.lanes)
+        words = ir.VectorType(vectors.I32, wire.lanes)
         magnitudes = builder.and_(builder.bitcast(elements, words), ir.Constant(words, [0x7FFFFFFF] * wire.lanes))
-        least = _ir.splat(builder, builder.trunc(scalar, _ir.I32), wire.lanes)
+        least = vectors.splat(builder, builder.trunc(scalar, vectors.I32), wire.lanes)
         found = builder.icmp_unsigned(">=", magnitudes, least)
-        return builder.zext(builder.bitcast(found, ir.IntType(wire.lanes)), _ir.I64)
+        return builder.zext(builder.bitcast(found, ir.IntType(wire.lanes)), vectors.I64)
 
     return types.int64(wire, value, types.int64), generate
 
@@ -252,7 +256,7 @@ def where_finite(typing: Any, wire: Wire, tested: Lanes, value: Any, other: Any)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, elements, chosen, instead = arguments
-        words = ir.VectorType(_ir.I32, wire.lanes)
+        words = ir.VectorType(vectors.I32, wire.lanes)
         magnitudes = builder.and_(builder.bitcast(elements, words), ir.Constant(words, [0x7FFFFFFF] * wire.lanes))
         finite = builder.icmp_signed("<", magnitudes, ir.Constant(words, [INFINITE] * wire.lanes))
         return builder.select(finite, chosen, instead)
@@ -270,7 +274,7 @@ def count_hits(typing: Any, wire: Wire, counts: Lanes, value: Lanes, threshold: 
         magnitudes = builder.and_(
             builder.bitcast(elements, sums.type), ir.Constant(sums.type, [0x7FFFFFFF] * wire.lanes)
         )
-        least = _ir.splat(builder, builder.trunc(scalar, _ir.I32), wire.lanes)
+        least = vectors.splat(builder, builder.trunc(scalar, vectors.I32), wire.lanes)
         found = builder.icmp_unsigned(">=", magnitudes, least)
         return builder.sub(sums, builder.sext(found, sums.type))
 
@@ -287,8 +291,8 @@ def _over_lanes(operation: str) -> Any:
             name = f"llvm.vector.reduce.{operation}.v{vector.count}i32"
             function = builder.module.globals.get(name)
             if function is None:
-                function = ir.Function(builder.module, ir.FunctionType(_ir.I32, [vector]), name)
-            return builder.zext(builder.call(function, arguments), _ir.I64)
+                function = ir.Function(builder.module, ir.FunctionType(vectors.I32, [vector]), name)
+            return builder.zext(builder.call(function, arguments), vectors.I64)
 
         return types.int64(value), generate
 

@@ -1,6 +1,6 @@
 """Memory by address for Numba: what the kernels that look at single elements read and write.
 
-Addresses are integers, and `i` counts elements of the width in a function's name from there, as in `_lanes`. Nothing is
+Addresses are integers, and `i` counts elements of the width in a function's name from there, as in `lanes`. Nothing is
 aligned, and nothing is checked.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 from numba import extending, types
 
-from fusion_rt.kernels import _ir
+from fusion_rt.kernels.llvm import vectors
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 intrinsic: Any = extending.intrinsic
@@ -26,7 +26,7 @@ def _peek(stored: Any, result: Any) -> Any:
     def peek(typing: Any, address: Any, i: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             value = builder.load(_pointer(builder, stored, *arguments), align=1)
-            return builder.zext(value, _ir.I64) if result == types.int64 and stored != _ir.I64 else value
+            return builder.zext(value, vectors.I64) if result == types.int64 and stored != vectors.I64 else value
 
         return result(types.int64, types.int64), generate
 
@@ -38,7 +38,7 @@ def _poke(stored: Any, argument: Any) -> Any:
     def poke(typing: Any, address: Any, i: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             address, i, value = arguments
-            if argument == types.int64 and stored != _ir.I64:
+            if argument == types.int64 and stored != vectors.I64:
                 value = builder.trunc(value, stored)
             builder.store(value, _pointer(builder, stored, address, i), align=1)
             return context.get_dummy_value()
@@ -50,10 +50,10 @@ def _poke(stored: Any, argument: Any) -> Any:
 
 # Integers narrower than 64 bits are unsigned. An address and an index have to be int64 already.
 peek8, poke8 = _peek(ir.IntType(8), types.int64), _poke(ir.IntType(8), types.int64)
-peek32, poke32 = _peek(_ir.I32, types.int64), _poke(_ir.I32, types.int64)
-peek64, poke64 = _peek(_ir.I64, types.int64), _poke(_ir.I64, types.int64)
-peek_float, poke_float = _peek(_ir.F32, types.float32), _poke(_ir.F32, types.float32)
-peek_double, poke_double = _peek(_ir.F64, types.float64), _poke(_ir.F64, types.float64)
+peek32, poke32 = _peek(vectors.I32, types.int64), _poke(vectors.I32, types.int64)
+peek64, poke64 = _peek(vectors.I64, types.int64), _poke(vectors.I64, types.int64)
+peek_float, poke_float = _peek(vectors.F32, types.float32), _poke(vectors.F32, types.float32)
+peek_double, poke_double = _peek(vectors.F64, types.float64), _poke(vectors.F64, types.float64)
 
 
 @intrinsic
