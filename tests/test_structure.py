@@ -15,6 +15,7 @@ import pytest
 from tests.test_imports import ROOT, imported_names, modules
 
 MOST_FILES = 20  # in a package
+MOST_LINES = 500  # of a file
 KNOWN_CIRCLES: set[frozenset[str]] = set()
 KNOWN_LARGE: set[str] = set()
 KNOWN_MODULE_NAMES: set[str] = {
@@ -128,6 +129,11 @@ def test_packages_are_small() -> None:
     sizes = Counter(str(path.parent) for path in modules().values() if path.name != "__init__.py")
     packages = {str(path.parent): module for module, path in modules().items() if path.name == "__init__.py"}
     assert {packages[folder] for folder, files in sizes.items() if files > MOST_FILES} <= KNOWN_LARGE
+
+
+def test_files_are_short() -> None:
+    lines = {module: path.read_text().count("\n") for module, path in modules().items()}
+    assert [module for module, number in lines.items() if number > MOST_LINES] == []
 
 
 def test_no_two_modules_of_a_package_have_one_name() -> None:

@@ -20,11 +20,13 @@ from fusion_rt.torch.core.compressors import Compression, codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.sync.at_step import AdasumAtStep, AtHomes, LocalSteps
+from fusion_rt.torch.sync.at_step.at_homes import AtHomes
+from fusion_rt.torch.sync.at_step.local_steps import AdasumAtStep, LocalSteps
 from fusion_rt.torch.sync.broadcasting import broadcast_step
 from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.options import Options
-from fusion_rt.torch.sync.overlap.later import Later, chosen_overlap
+from fusion_rt.torch.sync.overlap.later import Later
+from fusion_rt.torch.sync.overlap.ways import chosen_overlap
 from fusion_rt.torch.sync.parameters import Groups, are_shards, groups_of, names_of, optimizer_spec
 from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
 from fusion_rt.torch.sync.synchroniser import Synchroniser

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_rt import algorithms, codecs
-from fusion_rt.torch.sync.overlap.later import chosen_overlap
+from fusion_rt.torch.sync.overlap.ways import chosen_overlap
 from tests.meetings.scripts import SCRIPTS
 
 ALGORITHMS = {

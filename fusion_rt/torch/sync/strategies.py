@@ -1,5 +1,5 @@
 """Strategies that an algorithm names: the signal that an optimizer posts, and how the answer is applied. (The third
-strategy decides when that is done: `in_backward.py`, `later.py`, `at_step.py`.)
+strategy decides when that is done: `in_backward.py`, `overlap/later.py`, `at_step/`.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The strategy that decides when an optimizer's synchroniser exchanges: its interface, and what most strategies have.
 
-Strategies are in `in_backward.py`, `overlap/later.py`, `at_step.py` and `handed.py`.
+Strategies are in `in_backward.py`, `overlap/later.py`, `at_step/` and `handed.py`.
 """
 
 from __future__ import annotations

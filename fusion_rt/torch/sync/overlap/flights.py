@@ -5,7 +5,10 @@ Until a flight has been received, nothing else may be written to its bucket's pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,9 +71,13 @@ class Flight:
         if self.bucket is not None and self.operation is not None:
             self.bucket.await_end(self.operation)
 
-    def mark(self) -> None:
-        """Marks the parameters, which the script must not change from now on."""
+    def mark(self, finish: Callable[[], None]) -> None:
+        """Marks the parameters, which the script must not change from now on. Who copies or pickles one calls `finish`
+        first."""
         self._marks = [_mark(parameter) for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.__dict__["__deepcopy__"] = partial(_copied, parameter, finish)
+            parameter.__dict__["__reduce_ex__"] = partial(_reduced, parameter, finish)
 
     def touched(self) -> Iterator[torch.Tensor]:
         """Yields the parameters that have changed since `mark`."""
@@ -104,6 +111,19 @@ class Flight:
         finally:
             for slot, gradient in zip(bucket.slots, kept, strict=True):
                 slot.parameter.grad = gradient
+
+
+def _copied(parameter: torch.Tensor, finish: Callable[[], None], memo: Any) -> Any:
+    """Copies a parameter that has an update to come, as `copy.deepcopy`, after that update."""
+    finish()
+    return copy.deepcopy(parameter, memo)
+
+
+def _reduced(parameter: torch.Tensor, finish: Callable[[], None], protocol: Any) -> Any:
+    """Pickles a parameter that has an update to come, as `object.__reduce_ex__`, after that update."""
+    finish()
+    reduce: Any = parameter.__reduce_ex__
+    return reduce(protocol)
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:

@@ -13,19 +13,16 @@ writes parameters otherwise.
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from fusion_rt import algorithms, wire
+from fusion_rt import wire
 from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
-from fusion_rt.settings import Settings
 from fusion_rt.torch.core import watching
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
@@ -39,8 +36,6 @@ from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import Closure, Outcome
 from fusion_rt.tracing.format import Kind
 
-WAYS = ("none", "forward", "stale")
-
 
 class Later(InBackward):
     """Reduces gradients while the script goes on, and applies them later than `step()`.
@@ -50,7 +45,6 @@ class Later(InBackward):
         passes: backward passes that make up a gradient.
         late: updates are applied one step late; else when the next forward pass needs them.
 
-    Attributes:
     """
 
     keeps_context = True  # needed when a flight lands
@@ -166,9 +160,7 @@ class Later(InBackward):
         for flight in flights:
             for parameter in flight.parameters:
                 parameter.grad = None
-                parameter.__dict__["__deepcopy__"] = partial(self._copied, parameter)
-                parameter.__dict__["__reduce_ex__"] = partial(self._reduced, parameter)
-            flight.mark()
+            flight.mark(self.finish)
         watching.watch(self)
         if self._uses.recording:
             self._uses.conclude([slot.parameter for slot in self.sync.slots])
@@ -275,17 +267,6 @@ class Later(InBackward):
     def drop_under_way(self) -> None:
         self._drop()
         self._under_way = None
-
-    def _copied(self, parameter: torch.Tensor, memo: Any) -> Any:
-        """Copies a parameter that has an update to come, as `copy.deepcopy`, after that update."""
-        self.finish()
-        return copy.deepcopy(parameter, memo)
-
-    def _reduced(self, parameter: torch.Tensor, protocol: Any) -> Any:
-        """Pickles a parameter that has an update to come, as `object.__reduce_ex__`, after that update."""
-        self.finish()
-        reduce: Any = parameter.__reduce_ex__
-        return reduce(protocol)
 
     def _check_untouched(self, update: Update, flights: Sequence[Flight]) -> None:
         for flight in flights:
@@ -508,30 +489,3 @@ class Later(InBackward):
             for flight in dict.fromkeys(self._flights.values()):
                 flight.leave_arena()
         super().plan_given_up(anew)
-
-
-def chosen_overlap(
-    asked: str | None, optimizer: torch.optim.Optimizer, spec: algorithms.Algorithm, adasum: bool
-) -> str:
-    """Returns which of `WAYS` an optimizer has. `asked`: None for the one that FUSION_OVERLAP names.
-
-    Raises:
-        ValueError: there is no such way, or it makes no sense with the rest.
-    """
-    way = Settings.from_env().overlap if asked is None else asked
-    if way not in WAYS:
-        raise ValueError(f"overlap={way!r} is not one of {', '.join(WAYS)}")
-    if way == "none":
-        return way
-    source = f"overlap={way!r}" + (" (of FUSION_OVERLAP)" if asked is None else "")
-    if not spec.sums_gradients:
-        raise ValueError(
-            f"{source} cannot be used with the algorithm {spec}, whose updates come from elsewhere, and when they are "
-            "there; overlap is for allreduce"
-        )
-    if adasum:
-        raise ValueError(f"{source} cannot be used with op=Adasum, which combines steps that have been taken already")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{source} cannot be used with L-BFGS, which evaluates the model while it takes a step; "
-                         "use overlap='none'")  # fmt: skip
-    return way

@@ -1,0 +1,85 @@
+"""The strategy of gradients that go to homes, which take the steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from fusion_rt import wire
+from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.sync.at_step.at_step import AtStep
+from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
+from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.weights import not_finite
+from fusion_rt.torch.sync.when import Closure
+
+
+class AtHomes(AtStep):
+    """Posts gradients to homes, which take the steps, and takes the parameters that come back. The script's optimizer
+    only says how: its class, its arguments, and its learning rates, which go along with each gradient."""
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
+
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Posts the gradients as the script has left them, and waits for the parameters. A rank of which a gradient is
+        not finite contributes nothing, and takes the parameters; that is warned of, unless a `GradScaler` knows it.
+        Raises `ValueError` if the script has set a parameter, or an argument that the homes have, since the last step.
+        """
+        sync, loss = self.sync, None
+        sync.steps.begin()
+        self._follow()
+        self._check_weights()
+        self._check_arguments()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        overflowed = optimizer._overflowed()
+        if not overflowed and (name := not_finite(sync.slots)):
+            overflowed = True
+            warnings.warn(
+                f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this "
+                f"step of {self._algorithm}",
+                stacklevel=3,
+            )
+        exchanges.run([self], partial(self._exchange_now, not overflowed))
+        self.note_weights()
+        optimizer._note_step()
+        sync.steps.end()
+        return loss
+
+    def _check_arguments(self) -> None:
+        """Raises `ValueError` if the script has changed what the homes know since there has been a plan."""
+        optimizer = self.sync.trained.optimizer()
+        if self.sync.is_of(runtime()) and arguments_of(optimizer)[: len(self._arguments)] != self._arguments:
+            raise ValueError(
+                f"an argument of the optimizer other than its learning rate has changed, and with {self._algorithm} "
+                "the shards have what it was when the buckets were planned; leave it (as with cycle_momentum=False of "
+                "schedulers), or take an algorithm whose ranks take their own steps"
+            )
+
+    def _contribution(self, values: bool, piece: int) -> wire.Ready:
+        said = super()._contribution(values, piece)
+        said.rates = tuple(self.sync.trained.group_rates())
+        return said
+
+    def drain(self) -> None:
+        self._check_weights()  # nothing is under way after a step
+
+    def reduction(self) -> wire.Reduction:
+        optimizer = self.sync.trained.optimizer()
+        self._arguments = arguments_of(optimizer)
+        return msgspec.structs.replace(self.sync.options.reduction, optimizer=optimizer_spec(optimizer))
+
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
+        if self._said.kind == "post":
+            self._said.rescale = self.sync.checkpoint.rescale(slots)
+        return self._said

@@ -1,0 +1,242 @@
+"""The strategy of exchanges at `step()`: the part that `at_homes` and `local_steps` share.
+
+Until `step()`, `p.grad` is what it is in one process, so that it can be accumulated, unscaled and clipped as there. A
+`GradScaler` has `step()` called in any case, as with torch's fused optimizers (`_step_supports_amp_scaling`), so that a
+step in which this rank's gradients overflowed still counts for whoever counts steps.
+
+With an algorithm that overlaps, what was posted after one step (a *flight*) is answered some steps later: by then the
+worker has moved, so it gets a change, which is added, or mixes what it gets with what it has. All others wait for the
+answer. A model that is sent in fragments has a flight for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.client import terms
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.torch import ops
+from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.sync.buckets import Bucket
+from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.weights import Weights
+from fusion_rt.torch.sync.when import When
+from fusion_rt.tracing.format import Kind
+
+_GRADIENT = int(Kind.GRADIENT)
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """Operations posted at one `step()` and not answered yet.
+
+    Attributes:
+        buckets: those that were posted.
+        due: the number of local steps after which the answer is taken.
+        contributors: the handle of the sum of ones of all ranks that post, where that is asked for.
+    """
+
+    buckets: Sequence[Bucket]
+    due: int = 0
+    contributors: int | None = None
+
+
+class AtStep(When):
+    """Exchanges when the script calls `step()`, or every so many times: what both kinds of that have in common."""
+
+    sync: Synchroniser
+    own_gradients = True
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self._algorithm = sync.options.algorithm
+        # Homes are dealt anew in another membership, empty; and of what is answered later, ranks may have taken
+        # different parts when one is lost.
+        self.survives = not (self._algorithm.at_homes or self._algorithm.overlaps)
+        self._weights = Weights()  # as the last step left them; noted where something else depends on them
+        self._flights: list[Outstanding] = []  # in the order in which they were posted
+        self._said = terms()  # with each bucket
+        self._graph_task = -1  # of the last gradient
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Only records the gradient: `step()` takes it as the script has left it by then."""
+        steps = self.sync.steps
+        if (task := torch._C._current_graph_task_id()) != self._graph_task:
+            self._graph_task = task
+            steps.first_gradient()
+        steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
+
+    def _follow(self) -> None:
+        """Updates slots to the parameters that are trained now, before the step that changes them is taken. If they
+        have changed this is an operation on all ranks."""
+        sync = self.sync
+        if not sync.trained.has_changed(sync.ids):
+            return
+        if sync.is_of(runtime()):
+            self._collect()
+            sync.checkpoint.move()
+        sync.give_up_plan(runtime())
+        sync.watch()
+
+    def _post(self, values: bool, piece: int = 0) -> None:
+        """Posts this rank's values of a fragment; or, without any, a contribution that only counts. Of a bucket that is
+        under way nothing is posted."""
+        began, sync, pieces = time.perf_counter(), self.sync, self._algorithm.pieces
+        sync.begin()
+        sync.idle = True  # nothing of a step is done before its `step()`
+        if not sync.plan.made:
+            sync.make_plan()
+        self._said = self._contribution(values, piece)
+        buckets = [bucket for bucket in sync.plan.buckets[piece::pieces] if not bucket.sent]
+        sync.submit(values, buckets)
+        if buckets:
+            self._flights.append(self._flight(buckets, piece))
+        sync.note_waited(began)
+
+    def _exchange_now(self, values: bool, pieces: Sequence[int] = (0,)) -> None:
+        """Posts these fragments, and takes the answers."""
+        try:
+            for piece in pieces:
+                self._post(values, piece)
+        except HorovodInternalError:
+            if self._flights:  # of fragments before the one that failed
+                self._flights.clear()
+                self.sync.end_step()
+            raise
+        self._collect()
+
+    def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
+        """Returns the record of what has been posted."""
+        return Outstanding(buckets)
+
+    def _contribution(self, values: bool, piece: int) -> wire.Ready:
+        """Returns the terms that are sent with this rank's values of a fragment."""
+        return terms(samples=self.samples if values else 0)
+
+    def _share_of_mean(self, flight: Outstanding) -> float:
+        """Returns the factor by which results are multiplied."""
+        return 1.0
+
+    def _collect(self) -> None:
+        """Waits for the answers to what is under way, and has parameters take them."""
+        for flight in list(self._flights):
+            self._land(flight)
+
+    def _land(self, flight: Outstanding) -> None:
+        """Waits for the answers to a flight, and has parameters take them."""
+        began = time.perf_counter()
+        self._flights.remove(flight)
+        try:
+            self._await_answers(flight)
+            share = self._share_of_mean(flight)
+            if self.survives and exchanges.survive is not None:  # then nobody may have taken a part of what is left out
+                self.sync.await_results()
+            self.sync.receive(share, flight.buckets)
+        except BaseException as error:
+            if isinstance(error, HorovodInternalError):
+                self.sync.await_sent()
+            self._flights.clear()
+            self.sync.end_step()
+            raise
+        self.sync.end_step(flight.buckets)
+        self.sync.note_waited(began, again=True)
+
+    def _await_answers(self, flight: Outstanding) -> None:
+        """Waits for the homes that do not expect that, where the algorithm's workers usually go on."""
+        if not self._algorithm.waits_for_answers:
+            for bucket in flight.buckets:
+                bucket.await_answer()
+
+    # --- parameters that the script sets ------------------------------------------------------------------------------
+
+    def note_weights(self) -> None:
+        if self._algorithm.remembers_weights and self.sync.is_of(runtime()):
+            self._weights.note(self.sync.slots)
+
+    def _check_weights(self) -> None:
+        """Raises `ValueError` if the script has set a parameter since the last step."""
+        if self.sync.is_of(runtime()) and (name := self._weights.changed()):
+            raise ValueError(
+                f"the parameter {name!r} was set since the last step, and {self._algorithm} would go on from what it "
+                "was before; if all ranks have set the same (or after hvd.broadcast_parameters), call "
+                "optimizer.reseed() on all of them before the next step"
+            )
+
+    # --- what the script calls ----------------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        if self._algorithm.at_shards:
+            self._exchange(terms(kind="ask"), take=True)
+
+    def settled(self) -> None:
+        self.note_weights()
+
+    def discard(self) -> None:
+        if not self._flights:
+            return
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            with contextlib.suppress(HorovodInternalError):  # whatever becomes of it: nobody is interested any more
+                self._await_answers(flight)
+                self._share_of_mean(flight)
+        self.sync.await_sent()
+        self.sync.end_step()
+
+    def reseed(self) -> None:
+        """Has the homes go on with the parameters of the first rank; what is under way is forgotten."""
+        if not self.sync.is_of(runtime()):  # else they are what it begins with
+            return
+        self.discard()
+        if self._algorithm.at_shards:
+            ops.barrier(self.sync.options.process_set)  # nobody posts any more
+            self._give_parameters("reseed")
+            ops.barrier(self.sync.options.process_set)
+        self.settled()
+
+    # --- in checkpoints, and what the synchroniser says --------------------------------------------------------------
+
+    def homes_are_loaded(self) -> None:
+        self._weights.forget()
+
+    def planned(self) -> None:
+        if self._algorithm.at_shards:
+            self._give_parameters("seed")  # the others have the same, as scripts see to
+
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
+        return self._said  # residuals of parameters, or of their changes, are not rescaled when the rate changes
+
+    def plan_given_up(self, anew: bool) -> None:
+        self._flights = []
+        self._weights.forget()
+
+    def _give_parameters(self, kind: wire.PostKind) -> None:
+        """Gives the homes this rank's parameters, if it is the first."""
+        if self.sync.plan.is_first():
+            for slot in self.sync.slots:
+                assert slot.view is not None
+                slot.view.copy_(slot.first_value() if kind == "seed" else slot.parameter.detach())
+            self._exchange(terms(kind=kind), take=False)
+
+    def _exchange(self, said: wire.Ready, take: bool) -> None:
+        """Says something about each bucket that is no contribution, and waits for the answers. All that was posted has
+        to have been answered."""
+        self._said = said
+        buckets = self.sync.plan.buckets
+        for bucket in buckets:
+            bucket.announce()
+        for bucket in buckets:
+            if take:
+                bucket.receive()
+            else:
+                bucket.abandon()
+            bucket.rewind()
