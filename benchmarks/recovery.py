@@ -11,8 +11,9 @@ its own, which are longer.
 
 *Pause*: how much longer than a step a survivor, at most, stood still after a fault. *Dropped*: steps that it took in
 vain or repeated. *Back*: seconds from the fault until a worker in the place of the lost one counts. *Pause at a
-join*: that of the others when it comes. *Kept*: the steps that were taken, of those that the workers which were there
-could have taken. *Differing*: steps after which parameters were not the same, bit by bit, on all ranks.
+join*: that of the others when it comes. *Kept*: the steps that were taken until the next fault, of those that the
+workers which were there could have taken; who is cut off is not. *Differing*: steps after which parameters were not
+the same, bit by bit, on all ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Ours:
 
     def end(self) -> None:
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
         self._process.wait()
         self._said.close()
 
@@ -142,7 +143,7 @@ CONTENDERS: dict[str, Callable[[Netlab, int, Path, Any], Job]] = {OURS: Ours, TO
 
 
 def run(name: str, ranks: int, folder: Path, options: Any) -> dict[str, Any]:
-    """Trains under faults; returns their costs, the seconds of a step, and the share of throughput that was kept."""
+    """Trains under faults; returns their costs, and the seconds of a step."""
     (folder / "notes").mkdir(parents=True)
     chance = random.Random(options.seed)
     kinds = [options.faults[index % len(options.faults)] for index in range(int(options.seconds // options.every))]
@@ -171,11 +172,12 @@ def run(name: str, ranks: int, folder: Path, options: Any) -> dict[str, Any]:
             job.end()
     found = notes.workers(notes.read(folder / "notes"))
     step = notes.step_seconds(found.values())
+    everybody = list(found.values())
     for fault, until in zip(faults, [*(fault.at for fault in faults[1:]), ended], strict=True):
         notes.judge(fault, until, found, step)
+        fault.kept = notes.throughput(everybody, faults, step, fault.at, until)
     return {
         "step": step,
-        "kept": notes.throughput(list(found.values()), step),
         "differing": notes.differing(found.values()),
         "faults": [vars(fault) for fault in faults],
     }
@@ -235,8 +237,11 @@ def record(found: dict[str, dict[str, Any]], ranks: int, options: Any, begun: tu
                 for contender, run in found.items()
             }
             measures.append(Measure(f"{kind}: {what}", "" if what == DROPPED else "s", samples))
-    kept = {contender: results.rounded([run["kept"]]) for contender, run in found.items()}
-    measures.append(Measure(KEPT, "", kept, better="more", portable=True))
+        shares = {
+            contender: results.rounded(fault["kept"] for fault in run["faults"] if fault["kind"] == kind)
+            for contender, run in found.items()
+        }
+        measures.append(Measure(f"{kind}: {KEPT}", "", shares, better="more", portable=True))
     differing = {contender: [float(run["differing"])] for contender, run in found.items()}
     measures.append(Measure(DIFFERING, "", differing, portable=True))
     return Record(setting, measures, begun[0], begun[1], results.command_line(), found)
@@ -256,7 +261,8 @@ def table(record: Record) -> Table:
                 _told([fault[name] for fault in of_kind if fault[name] is not None], len(of_kind), unit)
                 for name, unit in (("pause", " s"), ("dropped", ""), ("returned", " s"), ("join_pause", " s"))
             ]
-            made.add(contender, kind, *cells, f"{run['kept']:.3f}", str(run["differing"]))
+            kept = f"{sampling.median([fault['kept'] for fault in of_kind]):.3f}"
+            made.add(contender, kind, *cells, kept, str(run["differing"]))
     return made
 
 

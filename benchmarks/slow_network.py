@@ -36,7 +36,12 @@ from benchmarks.common.tables import Table
 NAME = "slow_network"
 
 TOPK = "topk(density=0.01, momentum=0.9)"
-CODECS = {"fusion_rt dense": "dense", "fusion_rt fp16": "fp16", "fusion_rt topk 1%": TOPK}
+CODECS = {
+    "fusion_rt dense": "dense",
+    "fusion_rt fp16": "fp16",
+    "fusion_rt int8": "int8",
+    "fusion_rt topk 1%": TOPK,
+}
 OURS, ALONE = "fusion_rt topk 1%", "none"
 STEP, SENT = "a step", "sent by the first host"
 RUNTIMES = (ALONE, *CODECS, DDP, FP16, POWERSGD)

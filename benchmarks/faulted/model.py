@@ -33,6 +33,13 @@ class Training:
         found: torch.Tensor = (self.forward(data) - data.roll(1, 1)).square().mean()
         return found
 
+    def warm_up(self) -> None:
+        """Takes a forward and a backward pass that change nothing: the first ones of a process take longer, and others
+        would wait for a newcomer's.
+        """
+        self.loss(0, 0).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
+
     def fingerprint(self) -> int:
         """Returns a number that each step which counts changes, equal where parameters are equal bit by bit."""
         return sum(int(parameter.detach().view(torch.int32).sum()) for parameter in self.model.parameters())

@@ -8,6 +8,7 @@ clock, which all hosts of a netlab share.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -84,6 +85,7 @@ class Fault:
         returned: seconds from the fault to the first step that counted of a worker in a victim's place, at the latest;
             None where there was none before the next fault.
         join_pause: seconds for which one of the others, at most, stood still when it came; None as above.
+        kept: the share of throughput, until the next fault.
     """
 
     kind: str
@@ -93,6 +95,7 @@ class Fault:
     dropped: int = 0
     returned: float | None = None
     join_pause: float | None = None
+    kept: float | None = None
 
 
 @dataclass
@@ -163,14 +166,29 @@ def differing(found: Iterable[Worker]) -> int:
     return sum(len(fingerprints) > 1 for fingerprints in by_step.values())
 
 
-def throughput(found: Sequence[Worker], step: float) -> float:
-    """Returns the share of the steps that the workers which were there could have taken, and did.
+def throughput(
+    found: Sequence[Worker], faults: Iterable[Fault], step: float, since: float = -math.inf, until: float = math.inf
+) -> float:
+    """Returns the share of the steps that the workers which were there could have taken in a span, and did.
 
-    A worker is there from its first step that counts to its last.
+    A worker is there from its first step that counts to its last, but for the time from a fault that hits it to its
+    next step that counts.
     """
-    done = sum(len(one.counted) - 1 for one in found if one.counted)
-    could = sum((one.counted[-1] - one.counted[0]) / step for one in found if one.counted)
+    done, could = 0, 0.0
+    for one in found:
+        hits = [fault.at for fault in faults if one.pid in fault.victims]
+        for times in _parted(one.counted, hits, step):
+            begin, end = max(times[0], since), min(times[-1], until)
+            done += sum(begin < at <= end for at in times)
+            could += max(end - begin, 0.0) / step
     return done / could
+
+
+def _parted(times: Sequence[float], hits: Sequence[float], step: float) -> list[list[float]]:
+    """Returns a worker's times between the faults that hit it, without the step that was under way at each."""
+    edges = [-math.inf, *hits, math.inf]
+    parts = [[at for at in times if begin + step < at <= end] for begin, end in pairwise(edges)]
+    return [part for part in parts if part]
 
 
 def _after(times: Sequence[float], moment: float) -> float | None:

@@ -18,6 +18,7 @@ def main() -> None:
     os.environ[notes.PLACE] = f"{os.environ['HOROVOD_HOSTNAME']}.{os.environ[elastic.SLOT]}"
     notebook = notes.Notebook()
     training = Training(compute)
+    training.warm_up()
     optimizer = hvd.DistributedOptimizer(training.optimizer, named_parameters=training.model.named_parameters())
     state: Any = hvd.elastic.TorchState(training.model, optimizer, step=0)
 

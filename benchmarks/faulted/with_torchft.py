@@ -19,6 +19,7 @@ def main() -> None:
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     training = Training(compute)
+    training.warm_up()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict[str, Any]) -> None:

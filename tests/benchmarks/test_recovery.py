@@ -74,5 +74,16 @@ def test_parameters_that_differ_after_a_step_are_counted_once_a_step() -> None:
 
 def test_the_share_that_was_kept_is_of_the_time_between_a_workers_first_and_last_step() -> None:
     found = notes.workers(worker(1, "a.0", 0.0, [*steps(0, 4), *steps(5, 10)]))
-    assert notes.throughput(list(found.values()), STEP) == pytest.approx(89 / 99)
+    assert notes.throughput(list(found.values()), [], STEP) == pytest.approx(89 / 99)
     assert notes.step_seconds(found.values()) == pytest.approx(STEP)
+
+
+def test_a_worker_that_is_cut_off_could_take_no_steps_and_the_others_could() -> None:
+    survivor = worker(1, "a.0", 0.0, [*steps(0, 5), *steps(6, 20)])
+    victim = worker(2, "b.0", 0.0, [*steps(0, 5), *steps(13, 20)])
+    found = notes.workers([*survivor, *victim])
+    fault = judged(found, "host cut off")
+    span = fault.at, 20.0
+    took, could = (140 + 69) * STEP, (20 - 5.02) + (20 - 13.1)
+    assert notes.throughput(list(found.values()), [fault], STEP, *span) == pytest.approx(took / could)
+    assert notes.throughput(list(found.values()), [fault], STEP, 0.0, 5.0) == pytest.approx(1.0)
