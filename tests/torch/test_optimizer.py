@@ -391,6 +391,40 @@ def test_lr_schedulers_before_and_after_wrapping() -> None:
         assert_same(model, reference)
 
 
+@pytest.mark.parametrize("text", ["allreduce", "bsp"])
+@on_ranks
+def test_a_scheduler_made_before_wrapping_goes_on_after_a_state_was_loaded(text: str) -> None:
+    def begin(model: torch.nn.Module) -> tuple[Any, Any]:
+        inner = sgd(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        return hvd.DistributedOptimizer(inner, model.named_parameters(), algorithm=text), scheduler
+
+    def both(steps: range) -> None:
+        for step in steps:
+            train(model, optimizer, [step])
+            scheduler.step()
+            train_reference(reference, plain, [step])
+            plain_scheduler.step()
+
+    model, reference = make_model(), make_model()
+    plain = sgd(reference.parameters())
+    plain_scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    optimizer, scheduler = begin(model)
+    both(range(2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+
+    model = make_model(5)
+    optimizer, scheduler = begin(model)
+    for one, state in zip((model, optimizer, scheduler), saved, strict=True):
+        one.load_state_dict(state)
+    both(range(2, 4))
+    assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert_same(model, reference)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    both(range(4, 6))
+    assert_same(model, reference)
+
+
 @on_ranks
 def test_parameter_groups_may_be_added_and_frozen() -> None:
     def groups(net: torch.nn.Sequential) -> list[dict[str, Any]]:

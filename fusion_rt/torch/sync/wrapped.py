@@ -170,6 +170,16 @@ class Wrapped(torch.optim.Optimizer):
             when.homes_are_loaded()
         self.load_own_state(state_dict.get(_OWN))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a state that is loaded, together with the script's optimizer: schedulers that were made for that one
+        change its groups, which torch would replace in this one alone."""
+        groups = self.param_groups
+        super().__setstate__(state)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups, self._script_optimizer.state = groups, self.state
+
     def __reduce__(self) -> Any:
         """Pickles or copies the script's optimizer, with its state, without the connection. The copy, whose parameters
         are others, has to be wrapped again."""
