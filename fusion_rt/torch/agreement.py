@@ -56,6 +56,8 @@ def agree_after_join(last: int) -> None:
     """Gives all ranks, which have joined, the number of steps and the outer optimizer of `last`, which joined after all
     others and alone has taken part in every exchange. All then exchange in the same steps again."""
     here = runtime()
+    for sync in everyone():
+        sync.count_anew()
     local = [sync for sync in everyone() if sync.when.local]
     if not local:  # on no rank, since all make the same optimizers
         return

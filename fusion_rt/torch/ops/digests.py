@@ -36,6 +36,7 @@ class Digests:
     def __init__(self, every: int, process_set: ProcessSet, waits: bool, what: str) -> None:
         self._every, self._process_set, self._waits, self._what = every, process_set, waits, what
         self._here: Runtime | None = None
+        self._joins = 0  # of all ranks, in this membership
         self._due, self._last = 1, 0  # numbers of exchanges: of the next comparison, and the last
         self._asked: tuple[int, str, list[str]] | None = None  # a handle, between which exchanges, and names
         self._differs = False
@@ -44,15 +45,22 @@ class Digests:
         """Compares tensors, if that is due. Warns of ranks that differ, once.
 
         Args:
-            step: how many exchanges there were in this membership, the same on all ranks.
+            step: how many exchanges there were in this membership, or since all ranks have joined (`hvd.join`); the
+                same on all of them.
             name: pairs the ranks' operations.
             alike: returns the tensors by names, the same on all ranks; none if it is not yet time to.
         """
-        if self._asked is None and step < self._due and runtime() is self._here:
-            return
         here = runtime()
+        joins = here.client.joins
+        if self._asked is None and step < self._due and here is self._here and joins == self._joins:
+            return
         if here is not self._here:
             self._here, self._asked, self._due, self._last = here, None, 1, 0
+            self._joins = joins
+        elif joins != self._joins:  # ranks have taken different numbers of steps, and count anew
+            if self._asked is not None:
+                self._look()
+            self._joins, self._due, self._last = joins, 1, 0
         if self._asked is not None and (step >= self._due or poll(self._asked[0])):
             self._look()
         if step < self._due or not (tensors := alike()):
@@ -66,7 +74,8 @@ class Digests:
             handle = allgather_async(mine, f"{name}.digests", self._process_set)
         except HorovodInternalError:
             return  # as in `_look`
-        since, self._last = f"{self._what} between {self._last} and {step} of this membership", step
+        counted = "since the last join" if joins else "of this membership"
+        since, self._last = f"{self._what} between {self._last} and {step} {counted}", step
         self._asked = handle, since, list(tensors)
         if self._waits:
             self._look()

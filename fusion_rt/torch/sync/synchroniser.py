@@ -106,7 +106,7 @@ class Synchroniser:
         self._prioritises = settings.priority
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
         self.ids: list[int] = []
-        self._steps = self._steps_before = 0  # all, and those in other memberships
+        self._steps = self._steps_before = 0  # all, and those that ranks need not have taken together
         self._waited = self._last_waited = 0.0
         self.when = when(self)
         self._digests = self._made_digests(settings.check_parameters)
@@ -376,7 +376,11 @@ class Synchroniser:
         self.plan.give_up(here)
         if anew:
             self.steps.trace = here.trace
-            self._steps_before = self._steps
+            self.count_anew()
+
+    def count_anew(self) -> None:
+        """Counts exchanges from here on, where all ranks are: at the beginning of a membership, or after a join."""
+        self._steps_before = self._steps
 
     def enter(self, here: Runtime) -> None:
         """Moves to a membership, and drops the plan if that is another one."""

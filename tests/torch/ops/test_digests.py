@@ -81,6 +81,35 @@ def test_ranks_that_have_joined_keep_nobody_from_comparing() -> None:
         hvd.join()
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": "forward"}, {"algorithm": "local_sgd(steps=2)"}])
+@on_ranks
+def test_after_a_join_ranks_compare_what_they_have_after_the_same_step(options: dict[str, Any]) -> None:
+    model = torch.nn.Linear(3, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSION_CHECK_PARAMETERS", "4")
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    said = []
+    for epoch in range(3):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for step in range(10 if epoch == 2 else 11 if hvd.rank() == 0 else 6):
+                optimizer.zero_grad()
+                model(torch.full((2, 3), 0.1 * step)).sum().backward()
+                optimizer.step()
+            hvd.synchronize_parameters()
+            last = hvd.join()
+        said.append([str(warning.message) for warning in heard])
+        if epoch == 0:
+            hvd.broadcast_parameters(model.state_dict(), last)
+            hvd.broadcast_optimizer_state(optimizer, last)
+    hvd.barrier()
+    assert said[:2] == [[], []]
+    if not options:  # after the second epoch nobody has made the parameters equal
+        assert ["between 0 and 1 since the last join: rank " in words for words in said[2]] == [True]
+
+
 def _train(seed: int, steps: int) -> None:
     torch.manual_seed(seed)
     model = torch.nn.Linear(3, 1)
