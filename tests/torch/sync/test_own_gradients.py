@@ -93,6 +93,31 @@ def test_a_gradient_that_is_not_finite_reaches_no_shard_and_is_told(text: str) -
     assert_equal_on_all_ranks(model)
 
 
+@pytest.mark.parametrize("text", AT_SHARDS)
+@on_ranks
+def test_hooks_on_steps_see_the_parameters_before_and_after_shards_have_taken_them(text: str) -> None:
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    seen: list[tuple[str, torch.Tensor]] = []
+
+    def see(when: str) -> None:
+        seen.append((when, model[0].weight.detach().clone()))
+
+    inner.register_step_pre_hook(lambda *_: see("before"))
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), algorithm=text)
+    optimizer.register_step_post_hook(lambda *_: see("after"))
+    expected = [("before", model[0].weight.detach().clone())]
+    for step in range(3):
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = model[0].weight.detach().clone()
+        expected += [("after", now), ("before", now)]
+    assert [when for when, _ in seen] == [when for when, _ in expected[:-1]]
+    assert all(torch.equal(mine, right) for (_, mine), (_, right) in zip(seen, expected, strict=False))
+    assert not torch.equal(seen[0][1], seen[-1][1])
+
+
 @on_ranks
 def test_a_layer_is_unfrozen_and_shards_keep_their_momentum() -> None:
     found = []

@@ -34,6 +34,9 @@ class AtHomes(AtStep):
         not finite contributes nothing, and takes the parameters; that is warned of, unless a `GradScaler` knows it.
         Raises `ValueError` if the script has set a parameter, or an argument that the homes have, since the last step.
         """
+        return torch.optim.Optimizer.profile_hook_step(self._take)(optimizer, closure)  # with the script's hooks
+
+    def _take(self, optimizer: Any, closure: Closure | None) -> Any:
         sync, loss = self.sync, None
         sync.steps.begin()
         self._follow()
@@ -48,7 +51,7 @@ class AtHomes(AtStep):
             warnings.warn(
                 f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this "
                 f"step of {self._algorithm}",
-                stacklevel=3,
+                stacklevel=5,
             )
         exchanges.run([self], partial(self._exchange_now, not overflowed))
         self.note_weights()
