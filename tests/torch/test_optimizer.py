@@ -597,6 +597,27 @@ def test_parameters_of_several_dtypes_and_shapes() -> None:
             assert (parameter.grad == (hvd.size() + 1) / 2).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": "forward"}, {"overlap": "stale"}, {"algorithm": "bsp"}], ids=str)
+@on_ranks
+def test_parameters_whose_elements_lie_apart_train_like_any_other(options: dict[str, Any]) -> None:
+    def make(apart: bool) -> torch.nn.Linear:
+        net = torch.nn.Linear(6, 4, bias=False)
+        memory = torch.arange(48.0).view(4, 12).div(50)
+        net.weight = torch.nn.Parameter(memory[:, ::2] if apart else memory[:, ::2].contiguous())
+        return net
+
+    nets = make(True), make(False)
+    assert not nets[0].weight.is_contiguous()
+    for net in nets:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            net(torch.full((2, 6), 0.1 * (step + hvd.rank()))).square().sum().backward()
+            optimizer.step()
+        hvd.synchronize_parameters()
+    torch.testing.assert_close(nets[0].weight, nets[1].weight)
+
+
 @on_ranks
 def test_the_class_is_that_of_the_script() -> None:
     class Picky(torch.optim.SGD):

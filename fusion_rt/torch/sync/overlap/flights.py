@@ -133,6 +133,6 @@ def _mark(parameter: torch.Tensor) -> tuple[int, int]:
     if not device.layer.is_host(parameter):
         return version, 0
     in_order = parameter.detach().permute(memory_order(parameter))
-    octets = in_order.reshape(-1).view(torch.uint8).numpy()
+    octets = in_order.reshape(-1).contiguous().view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
     return version, int(octets[:whole].view(np.uint64).sum()) + sum(octets[whole:].tolist())
