@@ -36,7 +36,7 @@ class Digests:
     def __init__(self, every: int, process_set: ProcessSet, waits: bool, what: str) -> None:
         self._every, self._process_set, self._waits, self._what = every, process_set, waits, what
         self._here: Runtime | None = None
-        self._joins = 0  # of all ranks, in this membership
+        self._joins = self._joins_before = 0  # of all ranks, in this membership; those before the first exchange
         self._due, self._last = 1, 0  # numbers of exchanges: of the next comparison, and the last
         self._asked: tuple[int, str, list[str]] | None = None  # a handle, between which exchanges, and names
         self._differs = False
@@ -56,7 +56,7 @@ class Digests:
             return
         if here is not self._here:
             self._here, self._asked, self._due, self._last = here, None, 1, 0
-            self._joins = joins
+            self._joins = self._joins_before = joins
         elif joins != self._joins:  # ranks have taken different numbers of steps, and count anew
             if self._asked is not None:
                 self._look()
@@ -74,7 +74,7 @@ class Digests:
             handle = allgather_async(mine, f"{name}.digests", self._process_set)
         except HorovodInternalError:
             return  # as in `_look`
-        counted = "since the last join" if joins else "of this membership"
+        counted = "since the last join" if joins != self._joins_before else "of this membership"
         since, self._last = f"{self._what} between {self._last} and {step} {counted}", step
         self._asked = handle, since, list(tensors)
         if self._waits:
