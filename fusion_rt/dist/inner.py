@@ -32,7 +32,7 @@ from fusion_rt.launchers.entries import name_ranks
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.tensors import dtype_name
-from fusion_rt.torch.node.groups import BACKENDS, Backend, end_group
+from fusion_rt.torch.node.groups import BACKENDS, Backend, all_gather, end_group, reduce_scatter
 
 _LOOK = 1.0  # seconds between two looks at whether the job has failed
 _DEVICES = {"nccl": "cuda", "gloo": "cpu"}
@@ -85,7 +85,7 @@ class InnerGroup:
     def all_gather(self, output: torch.Tensor, given: torch.Tensor, seconds: float) -> dist.Work | None:
         if not self._on or not self._is_whole(seconds, output, given):
             return None
-        work: dist.Work = self._whole._allgather_base(output, given, _options(c10d.AllgatherOptions(), seconds))
+        work: dist.Work = all_gather(self._whole, output, given, seconds)
         return work
 
     def reduce_scatter(
@@ -93,8 +93,7 @@ class InnerGroup:
     ) -> dist.Work | None:
         if not self._on or not self._combines(given, reduction) or not self._is_whole(seconds, output, given):
             return None
-        options = _options(c10d.ReduceScatterOptions(), seconds, reduceOp=_op(reduction))
-        work: dist.Work = self._whole._reduce_scatter_base(output, given, options)
+        work: dist.Work = reduce_scatter(self._whole, given, output, _OPS[reduction[0]], seconds)
         return work
 
     def all_to_all(
@@ -273,12 +272,11 @@ class Lane:
             whole[:n].copy_(flat)
         mine = whole.new_empty(len(whole) // local)
         combined: wire.Op = "sum" if average else op
-        options = _options(c10d.ReduceScatterOptions(), seconds, reduceOp=_op((combined, 1.0)))
-        self._within._reduce_scatter_base(mine, whole, options).wait()
+        reduce_scatter(self._within, whole, mine, _OPS[combined], seconds).wait()
         self._combine_between(mine, combined, seconds)
         if average:
             mine.div_(self._size)
-        self._within._allgather_base(whole, mine, _options(c10d.AllgatherOptions(), seconds)).wait()
+        all_gather(self._within, whole, mine, seconds).wait()
         if whole is not flat:
             flat.copy_(whole[:n])
 

@@ -38,17 +38,25 @@ def stand_in(here: Runtime) -> None:
                 if bucket.rows is None and not bucket.sent:
                     bucket.send_nothing()
                     sync.copying.append(bucket)
-    while any(sync.copying for sync in standing):
-        for sync in standing:
+    gathering = []
+    while standing:
+        for sync in list(standing):
             while sync.copying and sync.copying[0].post(wait=False):
                 sync.copying.popleft()
             if sync.plan.node is not None:
                 sync.plan.node.watch()
+            buckets = [bucket for bucket in sync.plan.buckets if bucket.rows is None]
+            if not sync.copying and all(bucket.has_answer() for bucket in buckets):
+                for bucket in buckets:
+                    bucket.abandon()
+                sync.gather(buckets)
+                gathering.append(sync)
+                standing.remove(sync)
         time.sleep(_POLL)
-    for sync in standing:
+    for sync in gathering:
         for bucket in sync.plan.buckets:
-            if bucket.rows is None:
-                bucket.abandon()
+            bucket.await_gathered()
+        sync.gathered()
         sync.end_step()
 
 

@@ -73,6 +73,7 @@ from fusion_rt.wire.local import (
     ELSEWHERE,
     OF_NODE,
     OWN,
+    PART,
     AddSegment,
     AwaitsAnswers,
     Bye,
@@ -109,6 +110,7 @@ from fusion_rt.wire.local import (
     TrafficRequest,
     Welcome,
     WorkerMessage,
+    part_of_node,
 )
 from fusion_rt.wire.operations import Address, OpKey, Place, Signature, digest, group_id, is_group, mark
 from fusion_rt.wire.peers import (
@@ -185,6 +187,7 @@ __all__ = [
     "MAX_WAITING",
     "OF_NODE",
     "OWN",
+    "PART",
     "PROTOCOL_VERSION",
     "Abort",
     "Ack",
@@ -326,4 +329,5 @@ __all__ = [
     "is_group",
     "mark",
     "message_key",
+    "part_of_node",
 ]

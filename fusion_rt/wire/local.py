@@ -147,8 +147,22 @@ class Propose(msgspec.Struct, tag="propose", array_like=True):
     proposal: Proposal
 
 
-OWN, OF_NODE, ELSEWHERE = range(3)
-Share: TypeAlias = Annotated[int, msgspec.Meta(ge=OWN, le=ELSEWHERE)]
+OWN, OF_NODE, ELSEWHERE, PART = range(4)
+Share: TypeAlias = Annotated[int, msgspec.Meta(ge=OWN, le=PART)]
+
+
+def part_of_node(elements: int, position: int, count: int) -> tuple[int, int]:
+    """Returns the first element, and the end, of one rank's part of a bucket that the ranks of its node share.
+
+    All parts are equally long but for the last ones, which may be shorter, or empty.
+
+    Args:
+        elements: of the bucket.
+        position: the rank's among those of its node that take part, in order of local_rank.
+        count: how many these are.
+    """
+    length = -(-elements // count)
+    return min(elements, position * length), min(elements, (position + 1) * length)
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
@@ -165,10 +179,13 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         tray: what it has selected itself lies from this byte of the plan's segment on (`codecs.worker_selection`); 0:
             its gradient lies in its place as usual.
         share: whose contributions are in the arena: `OWN`; `OF_NODE`, those of all ranks of its node, combined and with
-            the prescale applied; `ELSEWHERE`, nobody's, since this worker's are in what another rank of its node
-            submits. The result is written into each worker's arena whatever its share.
+            the prescale applied; `PART`, this worker's part (`part_of_node`) of that; `ELSEWHERE`, nobody's, since this
+            worker's are in what another rank of its node submits. The result is written into each worker's arena
+            whatever its share, unless only a part is asked for.
         passes: number of backward passes of the step of which it is the last, the same on all ranks; 0: unknown.
         gives_up: why this worker has no part of this step, which then fails on all ranks; empty: it has one.
+        asks_for_part: with the share `PART`: it needs no more than this part of the result, and the rest of its place
+            in the arena has no meaning then.
     """
 
     handle: Count
@@ -184,6 +201,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     share: Share = OWN
     passes: Count = 0
     gives_up: Text = ""
+    asks_for_part: bool = False
 
 
 class AwaitsAnswers(msgspec.Struct, tag="awaits", array_like=True):

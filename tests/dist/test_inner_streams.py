@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,43 +12,13 @@ import torch.distributed as dist
 from fusion_rt.torch.node.groups import Nccl
 from tests.dist.test_inner import LENGTHS, TYPES, _given
 from tests.harness import Job
+from tests.torch.cuda_fake.nccl import MadeUpNccl
 from tests.torch.cuda_fake.streams import FakeStream
 from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
-from tests.torch.node.test_groups import FakeWork
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 
 SCHEDULES = range(4)
-
-
-class MadeUpNccl:
-    """Combines on a stream of its own, which waits for the current one, as NCCL does."""
-
-    class Options:
-        _timeout: timedelta
-
-    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
-        self._stream = FakeStream()
-
-    def _queued(self, run: Callable[..., Any], *tensors: Any) -> FakeWork:
-        gpus, inner = FakeStream.gpus, [tensor.inner for tensor in tensors]
-        self._stream.wait_stream(gpus.current_stream())
-        with gpus.stream(self._stream):
-            gpus.queue(lambda: run(*inner).wait())
-        return FakeWork(gpus, self._stream.mark())
-
-    def allreduce(self, tensors: Any, options: Any) -> FakeWork:
-        return self._queued(lambda tensor: self._gloo.allreduce([tensor], options), *tensors)
-
-    def _reduce_scatter_base(self, output: Any, given: Any, options: Any) -> FakeWork:
-        return self._queued(lambda to, source: self._gloo._reduce_scatter_base(to, source, options), output, given)
-
-    def _allgather_base(self, output: Any, given: Any, options: Any) -> FakeWork:
-        return self._queued(lambda to, source: self._gloo._allgather_base(to, source, options), output, given)
-
-    def shutdown(self) -> None:
-        self._gloo = None
 
 
 def _all_reduce(store: str) -> None:

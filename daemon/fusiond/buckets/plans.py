@@ -318,6 +318,7 @@ class Plans:
             share=ready.share,
             passes=ready.passes,
             gives_up=ready.gives_up,
+            asks_for_part=ready.asks_for_part,
         )
         if ready.tray:
             part.selected = _selected(rank, ready, state, found, memory.segment)

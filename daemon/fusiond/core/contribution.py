@@ -57,7 +57,7 @@ class Contribution:
         urgency: the less, the sooner the worker needs it.
         selected: the worker's selection from a bucket, instead of the elements in `values`.
         share: whose contributions `values` has; see `wire.Ready`.
-        passes, gives_up: see `wire.Ready`.
+        passes, gives_up, asks_for_part: see `wire.Ready`.
     """
 
     rank: int
@@ -81,3 +81,4 @@ class Contribution:
     share: int = wire.OWN
     passes: int = 0
     gives_up: str = ""
+    asks_for_part: bool = False

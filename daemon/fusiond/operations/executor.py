@@ -29,9 +29,9 @@ from fusiond.collectives.base import Array, Exchange, Job, Reducer
 from fusiond.collectives.cost import CostModel
 from fusiond.core.contribution import Contribution
 from fusiond.core.effects import Effects
-from fusiond.core.errors import RequestError
 from fusiond.core.result import Result
 from fusiond.core.tracing import recorded_jobs
+from fusiond.operations.node_parts import NodeParts, combined
 from fusiond.operations.operation import Operation
 from fusiond.operations.staging import Scratch, Staging
 from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
@@ -157,7 +157,9 @@ class Executor:
             local = [nothing(reducer, elements)]
         outputs, operation.shared = outputs_of(local)
         if any([part.share for part in local]):
-            local, reducer = [_combined(local)], replace(reducer, prescale=1.0)
+            local, reducer = [self._combined(operation, local)], replace(reducer, prescale=1.0)
+            if local[0].asks_for_part:
+                outputs = [local[0].values]
         sources = [part.values for part in local]
         if not operation.is_here:
             reducer, sources, outputs = self._staged(operation, reducer, sources, outputs)
@@ -172,6 +174,21 @@ class Executor:
         )  # fmt: skip
         operation.exchange = algorithm.exchange(work)
         self._run(operation, operation.exchange, port, self._kernels_for(reducer, elements), first)
+
+    def _combined(self, operation: Operation, local: Sequence[Contribution]) -> Contribution:
+        """Returns the contribution in whose place that of the node is when the local part begins.
+
+        Raises:
+            RequestError: the local members do not agree about who submits it.
+        """
+        found = combined(local, len(operation.members.local))
+        if found.share == wire.PART:
+            parts = operation.staging = NodeParts.of(local, self._settings.kernel_threads)
+            if parts.nbytes <= INLINE_WORK:
+                for job in parts.reads:
+                    job()
+                parts.reads.clear()
+        return found
 
     def _prepare_codec(self, operation: Operation, codec: BucketCodec) -> Job | None:
         """Has a codec that does something recorded. Returns a job that scales its residual, if workers ask for that."""
@@ -243,7 +260,7 @@ class Executor:
         nbytes: float = exchange.local_nbytes if operation.is_here else math.inf
         small = nbytes <= INLINE_WORK
         jobs = exchange.jobs(1 if small else operation.tuning.threads or self._settings.kernel_threads)
-        if jobs or compiles is not None or first is not None or operation.staging is not None:
+        if jobs or compiles is not None or first is not None or _reads(operation):
             self._do_local_part(operation, exchange, jobs, nbytes, compiles, first)
         else:
             self._begin(operation, exchange)
@@ -262,7 +279,7 @@ class Executor:
             jobs = recorded_jobs(jobs, self._trace, operation.about, exchange.local_nbytes)
         small = nbytes <= INLINE_WORK
         before = [job for job in (compiles, first) if job is not None]
-        if compiles is not None or (before and jobs and not small) or operation.staging is not None:
+        if compiles is not None or (before and jobs and not small) or _reads(operation):
             self._do_in_stages(operation, before, jobs, nbytes)
             return
         operation.working = bool(jobs) and not small
@@ -270,13 +287,14 @@ class Executor:
         self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
 
     def _stage(self, operation: Operation) -> Staging:
-        operation.staging = Staging(self._scratch)
-        return operation.staging
+        staging = operation.staging = Staging(self._scratch)
+        return staging
 
     def _do_in_stages(self, operation: Operation, before: Sequence[Job], jobs: Sequence[Job], nbytes: float) -> None:
         operation.working = True
-        reads = operation.staging.reads if operation.staging else []
-        stages = deque(stage for stage in (reads, jobs) if stage)
+        if operation.staging is not None:
+            nbytes = max(nbytes, operation.staging.nbytes)
+        stages = deque(stage for stage in (_reads(operation), jobs) if stage)
         then = partial(self._next_stage, operation, stages, nbytes)
         self._work.do(operation.key.plan, [partial(_one_by_one, before)], math.inf, then)
 
@@ -347,14 +365,14 @@ class Executor:
             else:
                 self._write(operation, operation.staging)
 
-    def _write(self, operation: Operation, staging: Staging) -> None:
-        """Writes the results into the workers' own memory, where they are in scratch memory."""
+    def _write(self, operation: Operation, staging: Staging | NodeParts) -> None:
+        """Writes the results to where workers want them, if they are elsewhere."""
         operation.working = True
         jobs = staging.writes(self._settings.kernel_threads)
-        self._work.do(operation.key.plan, jobs, math.inf, partial(self._written, operation))
+        self._work.do(operation.key.plan, jobs, staging.nbytes, partial(self._written, operation))
 
     def _written(self, operation: Operation, error: BaseException | None) -> None:
-        """The results are in the workers' own memory."""
+        """The results are where the workers want them."""
         operation.working = False
         assert operation.exchange is not None
         assert operation.staging is not None
@@ -410,27 +428,15 @@ def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None
     return [*outputs, shared], shared
 
 
-def _combined(local: Sequence[Contribution]) -> Contribution:
-    """Returns the node's contribution, which its ranks have combined among themselves, prescaled.
-
-    Raises:
-        RequestError: they do not agree about who submits it.
-    """
-    shares = [part.share for part in local]
-    if all(share == wire.ELSEWHERE for share in shares):
-        raise RequestError(f"of {len(local)} ranks of a node, none has what they could not combine among themselves")
-    if shares.count(wire.OF_NODE) != 1 or wire.OWN in shares:
-        raise RequestError(
-            f"of {len(local)} ranks of a node, {shares.count(wire.OWN)} submit their own contribution, "
-            f"{shares.count(wire.OF_NODE)} those of all, and {shares.count(wire.ELSEWHERE)} rely on another rank"
-        )
-    return local[shares.index(wire.OF_NODE)]
-
-
 def nothing(reducer: Reducer, elements: int) -> Contribution:
     """Returns the part of a node whose members have all joined; the result is lost in its own memory."""
     values = reducer.nothing(elements)
     return Contribution(-1, values, place=values)
+
+
+def _reads(operation: Operation) -> Sequence[Job]:
+    """Returns the jobs that bring local contributions to where the exchange works on them."""
+    return () if operation.staging is None else operation.staging.reads
 
 
 def _one_by_one(jobs: Sequence[Job]) -> None:

@@ -15,6 +15,7 @@ from fusiond.collectives.base import Array, Exchange
 from fusiond.core.contribution import Contribution
 from fusiond.core.participants import Members
 from fusiond.core.tracing import About
+from fusiond.operations.node_parts import NodeParts
 from fusiond.operations.staging import Staging
 from fusiond.transport.flow_control import FlowPort
 
@@ -42,7 +43,8 @@ class Operation:
         seconds: time-out that a local member has set, the shortest; 0: none. `until`: when it is up (s).
         failed: is called when it has failed, and its jobs have ended.
         is_here: nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in.
-        staging: the scratch memory that stands in for workers' own memory, if any does.
+        staging: what brings local contributions to where the exchange works on them, and results back, if they do not
+            lie there: scratch memory that stands in for workers' own, or a node's parts.
     """
 
     key: OpKey
@@ -73,7 +75,7 @@ class Operation:
     failed: Callable[[], None] = lambda: None
     dropped: bool = False
     is_here: bool = True
-    staging: Staging | None = None
+    staging: Staging | NodeParts | None = None
 
     @property
     def kind(self) -> str:

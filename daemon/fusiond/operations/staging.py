@@ -7,10 +7,12 @@ pages are there.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -61,8 +63,10 @@ class Staging:
 
     Attributes:
         reads: jobs that fill it, before the exchange begins.
+        nbytes: infinite, since it takes a thread to read and write what may have to be read from a disk first.
     """
 
+    nbytes: ClassVar[float] = math.inf
     scratch: Scratch
     reads: list[Job] = field(default_factory=list)
     _taken: list[Array] = field(default_factory=list)

@@ -33,7 +33,7 @@ _WATCHED_HERE = {  # NCCL's own watchdogs end the process; read when a group is 
 
 
 class UnderWay(Protocol):
-    """A reduction, and what follows it on the rank that has its result."""
+    """An operation of a group, and what follows it on ranks that have its result."""
 
     def done(self) -> bool:
         """Tells whether it is done with all that follows. Raises `RuntimeError` if it failed."""
@@ -54,31 +54,63 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, op: str, then: Callable[[], Copying]) -> UnderWay:
+        """Starts combining the ranks' tensors into each rank's own part of the result, as `reduce` does.
+
+        Args:
+            whole: 1-D, contiguous; as long, and of the same dtype, on all ranks. Nobody writes to it meanwhile.
+            part: what becomes the rank's part of it: the first rank's is the first of equal ones.
+            op, then: as for `reduce`; all ranks have something that follows.
+        """
+
+    @abstractmethod
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, first: Callable[[], object]) -> UnderWay:
+        """Starts putting together the ranks' parts, on each of them. That is not ordered after what the current stream
+        has now: what uses these tensors has come before an earlier operation, which may have written `part`.
+
+        Args:
+            whole: 1-D, contiguous, which `settle` gives to the current stream afterwards.
+            part: this rank's, as long as the others'.
+            first: called at once; the copy to `part` that it starts comes before.
+        """
+
+    @abstractmethod
     def settle(self, tensor: torch.Tensor) -> None:
-        """Prepares a tensor that was reduced in an earlier step for being written to on the current stream."""
+        """Prepares the whole tensor of an operation that has ended, or was begun in an earlier step, for the current
+        stream: what is queued there from now on may read it, and write to it."""
 
     @abstractmethod
     def abort(self) -> None:
         """Ends the group and its reductions, without waiting."""
 
     def try_out(self, rank: int, size: int, where: torch.device, limit: float) -> None:
-        """Tries a small reduction, so that failures show before gradients depend on it.
+        """Tries small operations, so that failures show before gradients depend on them.
 
         Raises:
-            RuntimeError: it did not work, or has taken more than `limit` seconds.
+            RuntimeError: they did not work, or have taken more than `limit` seconds.
         """
         values = torch.full((_TRIED,), rank + 1.0, device=where)
-        # Nothing here waits for the device, which would go on waiting where the reduction never ends.
-        under_way = self.reduce(values, "sum", partial(devices.layer.mark, values) if rank == 0 else None)
+        whole = torch.full((size * _TRIED,), rank + 1.0, device=where)
+        part = torch.zeros_like(values)
         deadline = time.monotonic() + limit
-        while not under_way.done():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"a reduction has taken more than {limit:g} s")
-            time.sleep(_POLL)
-        self.settle(values)
+        # Nothing here waits for the device, which would go on waiting where an operation never ends.
+        _await(self.reduce(values, "sum", partial(devices.layer.mark, values) if rank == 0 else None), deadline, limit)
+        _await(self.reduce_scatter(whole, part, "sum", partial(devices.layer.mark, part)), deadline, limit)
+        _await(self.all_gather(whole, part, lambda: None), deadline, limit)
+        for tensor in (values, whole):
+            self.settle(tensor)
         expected = size * (size + 1) / 2
-        if rank == 0 and not bool(values.eq(expected).all()):
-            raise RuntimeError(f"it added up the numbers 1 to {size} to {values[0].item():g}")
+        for tensor in (values, whole) if rank == 0 else (whole,):
+            if not bool(tensor.eq(expected).all()):
+                raise RuntimeError(f"it added up the numbers 1 to {size} to {tensor[0].item():g}")
+
+
+def _await(under_way: UnderWay, deadline: float, limit: float) -> None:
+    """Waits for an operation. Raises `RuntimeError` if it fails, or takes too long."""
+    while not under_way.done():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a reduction has taken more than {limit:g} s")
+        time.sleep(_POLL)
 
 
 def _store(path: str, size: int) -> Any:
@@ -94,6 +126,30 @@ def _options(op: str) -> dist.ReduceOptions:
     options = dist.ReduceOptions()
     options.reduceOp = getattr(dist.ReduceOp, op.upper())
     options.rootRank = 0
+    return options
+
+
+def reduce_scatter(group: Any, whole: torch.Tensor, part: torch.Tensor, op: str, seconds: float = 0.0) -> Any:
+    """Starts a reduce-scatter of a process group of torch, of equal parts, and returns its work.
+
+    Args:
+        op: a name of torch's `ReduceOp`, in any case.
+        seconds: its time-out; 0: the group's.
+    """
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = getattr(dist.ReduceOp, op.upper())
+    return group._reduce_scatter_base(part, whole, _limited(options, seconds))
+
+
+def all_gather(group: Any, whole: torch.Tensor, part: torch.Tensor, seconds: float = 0.0) -> Any:
+    """Starts an all-gather of a process group of torch, of equal parts, and returns its work; see `reduce_scatter`."""
+    options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]  # torch does not list it
+    return group._allgather_base(whole, part, _limited(options, seconds))
+
+
+def _limited(options: Any, seconds: float) -> Any:
+    if seconds:
+        options.timeout = timedelta(seconds=seconds)
     return options
 
 
@@ -157,15 +213,30 @@ class GlooGroup(Group):
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
         file = _store(store, size)
-        self._group = _gloo(file, rank, size, device, limit)
+        self._group, self._rank = _gloo(file, rank, size, device, limit), rank
         self.try_out(rank, size, device, start)
         _leave_store(file)
 
     def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
         return _Followed(self._group.reduce([tensor], _options(op)), then)
 
+    def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, op: str, then: Callable[[], Copying]) -> UnderWay:
+        """Combines all of it everywhere, as torch's reduce-scatter by gloo does, which is never complete by itself."""
+
+        def take() -> Copying:
+            part.copy_(whole[self._rank * len(part) :][: len(part)])
+            return then()
+
+        options = dist.AllreduceOptions()
+        options.reduceOp = _options(op).reduceOp
+        return _Followed(self._group.allreduce([whole], options), take)
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, first: Callable[[], object]) -> UnderWay:
+        first()
+        return _Followed(all_gather(self._group, whole, part), None)
+
     def settle(self, tensor: torch.Tensor) -> None:
-        """Does nothing: the reduction has ended, since its result was used."""
+        """Does nothing: the operation has ended, since its result was used."""
 
     def abort(self) -> None:
         end_group(self._group)
@@ -197,8 +268,19 @@ class NcclGroup(Group):
 
     def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
         work = self._works[tensor.data_ptr()] = self._group.reduce([tensor], _options(op))
-        if then is None:
-            return _Followed(work, None)
+        return _Followed(work, None) if then is None else self._follow(work, then)
+
+    def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, op: str, then: Callable[[], Copying]) -> UnderWay:
+        work = self._works[whole.data_ptr()] = reduce_scatter(self._group, whole, part, op)
+        return self._follow(work, then)
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, first: Callable[[], object]) -> UnderWay:
+        with torch.cuda.stream(self._beside):  # the current one has nothing of it: this is after the reduce-scatter
+            first()
+            work = self._works[whole.data_ptr()] = all_gather(self._group, whole, part)
+        return _Followed(work, None)
+
+    def _follow(self, work: Any, then: Callable[[], Copying]) -> UnderWay:
         with torch.cuda.stream(self._beside):
             work.wait()  # makes this stream wait, not this thread
             return then()

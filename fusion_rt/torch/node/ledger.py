@@ -10,6 +10,7 @@ waiting for one that has joined (`hvd.join`). Steps are numbered by the clock of
 - *Withdrawing*, before it joins, a rank ends them with the last step that anybody has decided about. It still takes
   part in that one.
 - *Giving up*, because a reduction has failed, it ends them likewise. The last step fails then, for all.
+- *Having gathered* the results of a step, it says so: whoever ends its connection waits for those that have not.
 
 All changes are made with the file locked; the kernel frees the lock of a process that dies. No torch here.
 """
@@ -40,6 +41,7 @@ class State(msgspec.Struct):
         connected: whether each has connected to the others.
         begins, ends: the first step in which gradients are combined, and the first one in which not any more.
         broken: why none can be combined any more; empty if they can.
+        gathered: how many times each has gathered results from the others.
     """
 
     offers: list[str]
@@ -48,11 +50,12 @@ class State(msgspec.Struct):
     begins: int = NEVER
     ends: int = NEVER
     broken: str = ""
+    gathered: list[int] = msgspec.field(default_factory=list)
 
     @classmethod
     def of(cls, ranks: int) -> State:
         """Makes the state in which no rank has said anything."""
-        return cls([""] * ranks, [-1] * ranks, [False] * ranks)
+        return cls([""] * ranks, [-1] * ranks, [False] * ranks, gathered=[0] * ranks)
 
     def enrol(self, position: int, offer: str, step: int) -> None:
         """Enrols a rank with its offer, in a step in which it does not combine yet."""
@@ -94,6 +97,14 @@ class State(msgspec.Struct):
         if self.broken or REFUSED in self.offers:
             return False
         return all(self.connected) or None
+
+    def gather(self, position: int) -> None:
+        """Notes that a rank has gathered results from the others."""
+        self.gathered[position] += 1
+
+    def is_awaited(self, position: int) -> bool:
+        """Tells whether some rank has not gathered yet what this one has."""
+        return not self.broken and min(self.gathered) < self.gathered[position]
 
     def give_up(self, why: str) -> None:
         """Ends combining for good; the first reason counts. Steps that some rank has begun fail, no others."""
@@ -138,6 +149,15 @@ class Ledger:
         """See `State`."""
         with self._changing() as state:
             state.connect(self._position)
+
+    def gather(self) -> None:
+        """See `State`."""
+        with self._changing() as state:
+            state.gather(self._position)
+
+    def is_awaited(self) -> bool:
+        """See `State`."""
+        return self.read().is_awaited(self._position)
 
     def refuse(self) -> bool:
         """See `State`. Returns whether all have connected nevertheless."""

@@ -1,13 +1,20 @@
 """Reduction of one plan's gradients within a node, on their devices: its steps, its memory, and its failures.
 
 When a bucket is full it is copied into a tensor of its own on the device, its *staging*, and combined with those of the
-other ranks of the node into the staging of the first one, the *leader*. Only the leader's goes on to the arena. Every
-rank says `ready`, the others without anything of theirs (`wire.ELSEWHERE`), so that the daemon knows of all of them as
-ever: who is late, who is lost, whose model is another one. The result comes to each by its own arena.
+other ranks of the node. Then each rank has a *part* of the sum (reduce-scatter), which goes to its arena by its own
+link; or, where a worker selects from all of it on its GPU, the first rank, the *leader*, has the whole. Every rank says
+`ready`, also one without anything of the node's (`wire.ELSEWHERE`), so that the daemon knows of all of them as ever:
+who is late, who is lost, whose model is another one. The daemon puts the parts together: to it, and to its codecs, a
+node contributes whole buckets.
+
+Each rank gets its part of the result by its own arena, and the parts are gathered on the devices (all-gather), once all
+exchanges of the step have ended well. That needs an order in which all ranks want results: where there is none, because
+updates are applied when they are needed, each gets all of the result by its own arena.
 
 Where a reduction fails, whoever notices says so in the ledger, at which all look while they wait. Then nobody submits
 anything for the node, so that the daemon fails the bucket on all ranks of the job at once; and from the next step on it
-reduces what would have been reduced here.
+reduces what would have been reduced here. Where results cannot be gathered, other nodes have them already: then the job
+is over for this rank.
 
 Buckets are sent in the order of the plan, since all ranks have to start reductions in the same order.
 """
@@ -20,7 +27,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,27 +39,16 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.device import Copying
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.node.ledger import REFUSED, Ledger
+from fusion_rt.torch.node.staging import NodeWay, Staging, stage
 
 if TYPE_CHECKING:
     from fusion_rt.torch.node.groups import Backend, Group, UnderWay
 
 _POLL = 1e-4  # seconds between two looks at what another rank has to do
 _WATCH = 0.01  # seconds between two looks at whether it will
+_LINGER = 10.0  # seconds that ranks may take to gather what this one has given
 _COMBINED = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
 _NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf"), "product": 1.0}
-
-
-@dataclass
-class Staging:
-    """A bucket's elements on their device.
-
-    Attributes:
-        values: 1-D; float32 for halves, so that sums of several are rounded once.
-        places: of the bucket's tensors, in their shapes.
-    """
-
-    values: torch.Tensor
-    places: list[torch.Tensor]
 
 
 class NodeReduction:
@@ -66,10 +61,12 @@ class NodeReduction:
         backend: its name, and what makes groups.
         where: the device of its gradients, and what tells that from the other ranks'.
         before: the reduction of the plan before, whose connection is used again.
+        way: of contributions and results.
 
     Attributes:
         reduces: this step's buckets are reduced so.
-        is_leader: this rank submits the node's buckets.
+        is_leader: this rank submits the node's buckets, if one does.
+        way: as above.
     """
 
     def __init__(
@@ -80,8 +77,10 @@ class NodeReduction:
         backend: tuple[str, Backend],
         where: tuple[torch.device, str],
         before: NodeReduction | None,
+        way: NodeWay,
     ) -> None:
         self.reduces = False
+        self.way = way
         self.is_leader = here.rank == ranks[0]
         self._here = here
         self._plan = plan
@@ -92,7 +91,7 @@ class NodeReduction:
         self._group: Group | None = None if before is None else before._group
         self._refused: bool = before is not None and before._refused
         self._device = where[0]
-        self._offer = REFUSED if self._refused else f"{self._kind}:{where[1]}"
+        self._offer = REFUSED if self._refused else f"{self._kind}, {way}:{where[1]}"
         self._staged: dict[int, Staging] = {}
         self._directory = os.path.join(here.client.directory, bootstrap.RANKS_DIRECTORY)
         bootstrap.make_private_directory(self._directory)
@@ -143,6 +142,7 @@ class NodeReduction:
         if connected:
             self._group = None
         else:
+            self._await_others()
             with suppress(FileNotFoundError):
                 os.unlink(self._store)
         self._ledger.close()
@@ -151,6 +151,7 @@ class NodeReduction:
 
     def leave(self) -> None:
         """Ends its part because this worker leaves the job."""
+        self._await_others()
         self.give_up(f"rank {self._here.rank} has left the job")
         self.close()
 
@@ -165,9 +166,11 @@ class NodeReduction:
         """
         found = self._staged.get(index)
         if found is None:
-            found = self._staged[index] = self._stage(flat, views, like)
+            found = self._staged[index] = stage(flat, views, like, len(self._ranks), self.way)
         elif self._group is not None:
             self._group.settle(found.values)
+            if found.gaps:
+                torch._foreach_zero_(found.gaps)
         return found
 
     def fill_with_nothing(self, staging: Staging) -> None:
@@ -179,7 +182,10 @@ class NodeReduction:
         staging.values.fill_(value)
 
     def reduce(self, staging: Staging, follow: Callable[[torch.Tensor], Copying]) -> Combining:
-        """Starts combining what is staged on all ranks of the node; the leader's `follow` brings it to the arena then.
+        """Starts combining what is staged on all ranks of the node.
+
+        Args:
+            follow: starts to bring what this rank has of the sum to the arena, or selects from it.
 
         Returns: what has to be done before the bucket is submitted.
         """
@@ -192,13 +198,68 @@ class NodeReduction:
             staging.values.mul_(prescale)
 
         def then() -> Copying:
-            return follow(staging.values)
+            return follow(staging.part)
 
+        group, values = self._group, staging.values
         try:
-            combining.under_way = self._group.reduce(staging.values, self._op, then if self.is_leader else None)
+            if self.way.parts:
+                combining.under_way = group.reduce_scatter(values, staging.part, self._op, then)
+            else:
+                combining.under_way = group.reduce(values, self._op, then if self.is_leader else None)
         except RuntimeError as error:
             combining.fail(error)
         return combining
+
+    def share(self) -> int:
+        """Returns what of the node's contribution is in this rank's arena; see `wire.Ready`."""
+        if self.way.parts:
+            return wire.PART
+        return wire.OF_NODE if self.is_leader else wire.ELSEWHERE
+
+    def mine(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns that of a bucket in the arena (1-D) which this rank submits."""
+        if not self.way.parts:
+            return flat
+        low, high = wire.part_of_node(flat.numel(), self._ranks.index(self._here.rank), len(self._ranks))
+        return flat[low:high]
+
+    def gather(self, index: int, flat: torch.Tensor) -> Gathering:
+        """Starts putting together what each rank of the node has of the result of a bucket, in its place in the arena.
+
+        Raises:
+            HorovodInternalError: it cannot be; then the job is over for this rank.
+        """
+        staging, mine = self._staged[index], self.mine(flat)
+
+        def first() -> None:
+            device.layer.copy([staging.result_part[: len(mine)]], [mine])
+
+        if self._group is None:
+            raise self.cannot_gather(self._ledger.read().broken)
+        whole, part = staging.result.view(torch.uint8), staging.result_part.view(torch.uint8)  # whatever the dtype
+        try:
+            return Gathering(self, staging, self._group.all_gather(whole, part, first))
+        except RuntimeError as error:
+            raise self.cannot_gather(error) from error
+
+    def settle(self, staging: Staging) -> None:
+        """Lets what is queued on the current stream from now on read what has been gathered."""
+        if self._group is not None:
+            self._group.settle(staging.result)
+
+    def cannot_gather(self, why: object) -> HorovodInternalError:
+        """Ends the job for this rank, which will not get a result that other nodes may have. Returns what to raise."""
+        told = (
+            f"rank {self._here.rank} could not get results from the other ranks of its node by {self._kind}, while "
+            f"other nodes may have them: {why}"
+        )
+        self.give_up(told)
+        self._here.client.channel.fail(told, daemon_goes_on=True)
+        return HorovodInternalError(self._here.client.channel.failure or told)
+
+    def note_gathered(self) -> None:
+        """Notes that this rank has the results of a step, and needs the other ranks no longer for that."""
+        self._ledger.gather()
 
     def watch(self) -> str:
         """Checks for failures while all ranks of the node are waited for. Returns the reason; empty if there is none.
@@ -238,15 +299,11 @@ class NodeReduction:
         ledger.enrol(self._offer, self._step())
         return ledger
 
-    def _stage(self, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor) -> Staging:
-        half = flat.dtype in (torch.float16, torch.bfloat16)
-        empty = like.new_empty(0, dtype=torch.float32 if half else flat.dtype)
-        values = device.layer.empty([flat.numel()], empty).zero_()  # there may be padding between tensors
-        places = []
-        for view in views:
-            offset = (view.data_ptr() - flat.data_ptr()) // flat.element_size()
-            places.append(values.as_strided(view.shape, view.stride(), offset))
-        return Staging(values, places)
+    def _await_others(self) -> None:
+        """Waits for ranks that still gather results from this one, which is about to end the connection."""
+        deadline = time.monotonic() + _LINGER
+        while self._group is not None and self._ledger.is_awaited() and time.monotonic() < deadline:
+            time.sleep(_POLL)
 
     def _is_connected(self) -> bool:
         """Connects to the other ranks, if it never was. Returns whether it is or was connected; see `_connect`."""
@@ -307,18 +364,19 @@ class NodeReduction:
 
 
 def reduction_in_node(
-    here: Runtime, plan: wire.Plan, parameters: list[torch.Tensor], before: NodeReduction | None
+    here: Runtime, plan: wire.Plan, parameters: list[torch.Tensor], before: NodeReduction | None, way: NodeWay
 ) -> NodeReduction | None:
     """Makes the reduction of a plan's gradients within this worker's node; None if the daemon combines them.
 
     Args:
         parameters: of all of the plan's buckets.
         before: the reduction of the plan that this one replaces; it is over now.
+        way: of contributions and results.
     """
     made = None
     if (found := _suitable(here, plan, parameters)) is not None:
         ranks, backend, where = found
-        made = NodeReduction(here, plan, ranks, backend, where, before)
+        made = NodeReduction(here, plan, ranks, backend, where, before, way)
     if before is not None:
         before.close(made is not None)
     return made
@@ -355,7 +413,7 @@ def _suitable(
 
 
 class Combining(Copying):
-    """A reduction in the node, and on the leader its copy to the arena.
+    """A reduction in the node, and the copy to the arena of what this rank has of it.
 
     Attributes:
         why: the reason if it has failed, here or on another rank of the node; else empty.
@@ -398,3 +456,42 @@ class Combining(Copying):
         """Notes that it has failed here."""
         self._node.failed(error)
         self.why = self._node.watch()
+
+
+class Gathering:
+    """Parts of a result on their way from the other ranks of the node.
+
+    Args:
+        node: the reduction.
+        staging: of the bucket.
+        under_way: the operation.
+    """
+
+    def __init__(self, node: NodeReduction, staging: Staging, under_way: UnderWay) -> None:
+        self._node, self._staging, self._under_way = node, staging, under_way
+
+    def wait(self) -> Staging:
+        """Waits until all parts are here, for the current stream, too. Returns where.
+
+        Raises:
+            HorovodInternalError: a rank is lost, or has given up; then the job is over for this one.
+        """
+        node, began, watched = self._node, time.monotonic(), time.monotonic()
+        pause = _POLL / 2
+        try:
+            while not self._under_way.done():
+                now = time.monotonic()
+                if now - watched > _WATCH:
+                    watched = now
+                    if why := node.watch():
+                        raise RuntimeError(why)
+                if now - began > node.limit:
+                    raise RuntimeError(f"it has taken {node.limit:g} s")
+                time.sleep(pause)
+                pause = min(1.25 * pause, 10 * _POLL)
+        except HorovodInternalError:
+            raise
+        except RuntimeError as error:
+            raise node.cannot_gather(error) from error
+        node.settle(self._staging)
+        return self._staging

@@ -13,6 +13,7 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.core.tensors import TORCH_DTYPES, dtype_name
 from fusion_rt.torch.node.reduction import NodeReduction, reduction_in_node
+from fusion_rt.torch.node.staging import NodeWay
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.sync.buckets import Bucket, Carriage, SparseGradient
 from fusion_rt.torch.sync.checkpoint import Checkpoint
@@ -106,7 +107,9 @@ class ActivePlan:
         here, where = self.here, self.where()
         self._checkpoint.planned(where, plan, order)
         parameters = [order[tensor.name].parameter for bucket in plan.buckets for tensor in bucket.tensors]
-        self.node = reduction_in_node(here, plan, parameters, self.node)
+        parts = not self._selections.may_select(plan, parameters)  # a worker selects from the whole
+        way = NodeWay(parts, parts and carriage.at_once)
+        self.node = reduction_in_node(here, plan, parameters, self.node, way)
         nbytes = self._selections.choose(where, plan, order, self.node)
         self.buckets = [self._rows(order[tensor.name], tensor.sparse, carriage) for tensor in plan.sparse]
         with here.allocating:

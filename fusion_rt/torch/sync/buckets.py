@@ -19,7 +19,7 @@ from fusion_rt.torch import ops
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
-from fusion_rt.torch.node.reduction import Combining, NodeReduction
+from fusion_rt.torch.node.reduction import Combining, Gathering, NodeReduction
 from fusion_rt.torch.sync.selections import BucketSelector
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.strategies import Applied, Posted
@@ -40,12 +40,14 @@ class Carriage:
         posted, applied: the signal that is exchanged, and how the result is applied.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         terms: returns the terms that are sent with a bucket.
+        at_once: all ranks take the results of a step together, in the plan's order, before they send anything else.
     """
 
     posted: Posted
     applied: Applied
     compressor: Any
     terms: Callable[[Sequence[Slot]], wire.Ready]
+    at_once: bool
 
     def is_direct(self, slot: Slot) -> bool:
         """Tells whether a slot's `p.grad` may be its place in the arena."""
@@ -138,6 +140,7 @@ class Bucket:
         self._operation: Operation | None = None
         self._landed: device.Copying | None = None  # the last results, on their way to a device
         self._combining: Combining | None = None  # this step's, in the node
+        self._gathering: Gathering | None = None
         self._rows_of_all: Callable[[], torch.Tensor] | None = None
 
     def rewind(self) -> None:
@@ -145,7 +148,7 @@ class Bucket:
         self.missing = len(self.slots) + self.patient
         self.sent = False
         self.flush = _AT_STEP
-        self._operation = self.copying = self._combining = self._rows_of_all = None
+        self._operation = self.copying = self._combining = self._gathering = self._rows_of_all = None
 
     def fill(self) -> None:
         """Records that the last gradient of this step has come."""
@@ -258,7 +261,7 @@ class Bucket:
         """Sends the message that says what this worker contributes."""
         said = None if self.selection is None else self.selection.terms()
         said = said or self.carriage.terms(self.slots)
-        said.urgency, said.share = self.urgency, self._share
+        said.urgency, said.share, said.asks_for_part = self.urgency, self._share, self._gathers()
         self._operation = self._channel.ready(*self._identity, said, self.nbytes, self.flush)
 
     def give_up(self, why: str) -> None:
@@ -317,14 +320,21 @@ class Bucket:
                 node.fill_with_nothing(staging)
             self._add_owed(staging.values)
             self.copying = self._combining = node.reduce(staging, self._follow)
-        self._share = wire.OF_NODE if node.is_leader else wire.ELSEWHERE
+        self._share = node.share()
 
     def _follow(self, values: torch.Tensor) -> device.Copying:
-        """Starts to copy the node's contribution (1-D, on its device) to the arena, or to select from it."""
+        """Starts to copy what this rank has of the node's contribution (1-D, on its device) to the arena, or to select
+        from it."""
         assert self.flat is not None
+        assert self.node is not None
         if self.selection is not None and self.selection.here:
             return self.selection.follow(values, self.carriage.terms(self.slots))
-        return device.layer.copy([self.flat], [values.to(self.flat.dtype)])
+        place = self.node.mine(self.flat)
+        return device.layer.copy([place], [values[: len(place)].to(place.dtype)])
+
+    def _gathers(self) -> bool:
+        """Tells whether this rank gets a part of this step's result, and the rest from other ranks of its node."""
+        return self._share == wire.PART and self.node is not None and self.node.way.gathers
 
     def _stage(self, places: Sequence[torch.Tensor]) -> None:
         """Copies this rank's gradients to places on their device; zeros where there is none."""
@@ -368,6 +378,27 @@ class Bucket:
         if self._operation is not None and self.selection is None:
             self.await_end(self._operation)
 
+    def gather(self) -> None:
+        """Starts to gather the results from the ranks of the node, if each has a part. Raises `HorovodInternalError`.
+        The exchanges of this step have ended well: so nobody gathers what others do not."""
+        if self._gathers() and self._operation is not None:
+            assert self.node is not None
+            assert self.flat is not None
+            self._gathering = self.node.gather(self._identity[2], self.flat)
+
+    def await_gathered(self) -> list[torch.Tensor]:
+        """Waits until the results have been gathered. Returns where they are, if they are not in the arena. Raises
+        `HorovodInternalError`."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is None:
+            return []
+        staging = gathering.wait()
+        if self._on_device:
+            return staging.result_places
+        assert self.flat is not None
+        self.flat.copy_(staging.result[: len(self.flat)])
+        return []
+
     def has_answer(self) -> bool:
         """Tells whether nothing of this step has to be waited for any more."""
         return self._operation is None or self._channel.poll(self._operation)
@@ -386,19 +417,24 @@ class Bucket:
     def land(self, operation: Operation, share: float = 1.0) -> None:
         """Waits for an operation that was handed over, and applies its results as `receive` does."""
         self.await_end(operation)
+        places = self.await_gathered()
         _, clock, plan = operation.about
         record = self._trace.record
         record(_APPLY_BEGIN, self._label, 0, clock, plan)
         if not self.direct:
-            self._take(share, operation.sizes == (1,))
+            self._take(share, operation.sizes == (1,), places)
         record(_APPLY_END, self._label, 0, clock, plan)
 
-    def _take(self, share: float, added: bool) -> None:
+    def _take(self, share: float, added: bool, places: Sequence[torch.Tensor]) -> None:
+        """Puts results where they belong. `places`: on their device, where they are if not in the arena."""
         slots = [slot for slot in self.slots if slot.sparse or not slot.direct]
         landings = [self._landing(slot) for slot in slots]
         elsewhere = [(to, slot.view) for slot, to in zip(slots, landings, strict=True) if to is not slot.view]
         with torch.no_grad():
-            if elsewhere:
+            if places:
+                torch._foreach_copy_(landings, list(places))
+                self._landed = device.layer.mark(*places)
+            elif elsewhere:
                 self._landed = device.layer.copy(*zip(*elsewhere, strict=True))
             if self.carriage.compressor is not None:
                 undo = self.carriage.compressor.decompress

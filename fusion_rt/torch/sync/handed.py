@@ -152,14 +152,12 @@ class HandedOver(When):
         try:
             self.give(values)
             sync.post()
-            for bucket in dict.fromkeys(slot.bucket for slot, _ in values):
-                bucket.receive()
+            sync.receive(buckets=list(dict.fromkeys(slot.bucket for slot, _ in values)))
         except HorovodInternalError:
             sync.await_sent()
             raise
         finally:
             sync.end_step()
-        sync.stepped()
         sync.note_waited(began)
 
     def ended(self) -> None:

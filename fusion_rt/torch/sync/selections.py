@@ -122,6 +122,11 @@ class Selections:
         self.buckets: dict[int, BucketSelection] = {}
         self.here = self.led = False
 
+    def may_select(self, plan: wire.Plan, parameters: Sequence[torch.Tensor]) -> bool:
+        """Tells whether a worker may select from gradients of a plan, as far as all ranks alike can tell."""
+        selects = self._allowed and codecs.parse(plan.reduction.codec).selects_in_workers
+        return selects and not all(device.layer.is_host(parameter) for parameter in parameters)
+
     def choose(self, place: Where, plan: wire.Plan, slots: Mapping[str, Slot], node: NodeReduction | None) -> int:
         """Decides which buckets of a new plan are selected from by this worker. Returns the bytes of its segment.
 
@@ -141,8 +146,8 @@ class Selections:
             or (node is None and len(nodes[place.here.client.welcome.node]) > 1)
         ):
             return nbytes
-        self.led = node is not None and not node.is_leader
-        if self.led:
+        if node is not None and (node.way.parts or not node.is_leader):
+            self.led = not node.way.parts
             return nbytes
         selecting = cast(Selecting, codec)
         for bucket in plan.buckets:

@@ -113,7 +113,9 @@ class Synchroniser:
         self.after_step: Callable[[], None] | None = None
         if self._digests is not None and not self.when.delays:
             self.after_step = self.compare
-        self._carriage = Carriage(options.posted, options.applied, options.compressor, self.when.terms)
+        self._carriage = Carriage(
+            options.posted, options.applied, options.compressor, self.when.terms, not self.when.delays
+        )
         _all.add(self)
         self.watch()
 
@@ -201,13 +203,32 @@ class Synchroniser:
     def receive(self, share: float = 1.0, buckets: Sequence[Bucket] | None = None) -> None:
         """Waits for all that was sent (of these buckets), and puts results, multiplied by `share`, where they belong.
         Raises `HorovodInternalError` if an exchange failed, on all ranks."""
+        buckets = self.plan.buckets if buckets is None else buckets
         try:
-            for bucket in self.plan.buckets if buckets is None else buckets:
+            self.gather(buckets)
+            for bucket in buckets:
                 bucket.receive(share)
+            self.gathered()
             self._steps += 1
         except HorovodInternalError:
             self.await_sent()
             raise
+
+    def gather(self, buckets: Sequence[Bucket]) -> None:
+        """Has the ranks of the node begin to exchange their parts of results, where each gets a part only; waits until
+        all exchanges of these buckets have ended. Raises `HorovodInternalError` if one failed, on all ranks."""
+        node = self.plan.node
+        if node is not None and node.reduces and node.way.gathers:
+            for bucket in buckets:
+                bucket.await_result()
+            for bucket in buckets:
+                bucket.gather()
+
+    def gathered(self) -> None:
+        """Notes that what `gather` has begun is complete here."""
+        node = self.plan.node
+        if node is not None and node.reduces and node.way.gathers:
+            node.note_gathered()
 
     def await_results(self) -> None:
         """Waits for all that was sent, and leaves the results where they are. Raises `HorovodInternalError`."""

@@ -170,9 +170,10 @@ def test_a_sum_with_a_codec_and_scales() -> None:
         np.testing.assert_array_equal(training.elements(rank, bucket), 6)
 
 
-def share(rank: int, job: SimulatedJob, training: Training, shares: dict[int, int]) -> int:
-    handle = 700 + rank
-    job.engine(rank).ready(rank, wire.Ready(handle, training.plan.id, 0, 0, share=shares.get(rank, wire.OWN)))
+def share(rank: int, job: SimulatedJob, training: Training, shares: dict[int, int], asks_for_part: bool = False) -> int:
+    handle, mine = 700 + rank, shares.get(rank, wire.OWN)
+    said = wire.Ready(handle, training.plan.id, 0, 0, share=mine, asks_for_part=asks_for_part and mine == wire.PART)
+    job.engine(rank).ready(rank, said)
     return handle
 
 
@@ -205,6 +206,53 @@ def test_one_rank_submits_what_all_of_its_node_have_contributed(layout: list[int
         np.testing.assert_allclose(training.elements(rank, bucket), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", [[3], [2, 3], [1, 2, 2]], ids=str)
+@pytest.mark.parametrize("length", [1, 2, 7, 100, 60_000], ids=str)
+@pytest.mark.parametrize("asks_for_part", [False, True], ids=["all of the result", "a part of the result"])
+def test_each_rank_submits_its_part_of_what_its_node_has_contributed(
+    layout: list[int], length: int, asks_for_part: bool
+) -> None:
+    job = SimulatedJob(layout, 1)
+    how = wire.Reduction("average", prescale=0.5, codec="topk(density=0.1, minimum=10)")
+    proposal = replace(PROPOSAL, reduction=how, tensors=(wire.TensorSpec("t", "float32", (length,)),))
+    training = Training(job, proposal)
+    bucket = training.plan.buckets[0]
+    other = SimulatedJob(layout, 1)  # in which the daemon combines
+    expected = Training(other, proposal)
+    values = {rank: 2 * training.gradient(rank, bucket, 0) for rank in job.ranks}  # halves are exact
+    nodes = [[rank for rank in job.ranks if job.topology.node_of(rank) == node] for node in range(len(layout))]
+    shares = {rank: wire.PART for ranks in nodes if len(ranks) > 1 for rank in ranks}
+    mine = {}
+    for ranks in nodes:
+        for position, rank in enumerate(ranks):
+            expected.elements(rank, bucket)[:] = values[rank]
+            elements = training.elements(rank, bucket)
+            elements[:] = np.nan
+            mine[rank] = low, high = wire.part_of_node(bucket.numel, position, len(ranks))
+            if rank in shares:
+                elements[low:high] = 0.5 * sum(values[one][low:high] for one in ranks)
+            else:
+                elements[:] = values[rank]
+    for simulated, one, said in ((job, training, shares), (other, expected, {})):
+        handles = {rank: share(rank, simulated, one, said, asks_for_part) for rank in reversed(simulated.ranks)}
+        simulated.settle()
+        for rank, handle in handles.items():
+            assert isinstance(simulated.answer(rank, handle)[0], wire.Done)
+    for rank in job.ranks:
+        low, high = mine[rank] if asks_for_part and rank in shares else (0, bucket.numel)
+        found = training.elements(rank, bucket)
+        np.testing.assert_array_equal(found[low:high], expected.elements(rank, bucket)[low:high])
+    job.nothing_is_left()
+
+
+def test_parts_of_a_bucket_are_all_of_it() -> None:
+    for elements in (0, 1, 2, 7, 8, 9, 1000):
+        for count in (1, 2, 3, 8):
+            parts = [wire.part_of_node(elements, position, count) for position in range(count)]
+            covered = [element for low, high in parts for element in range(low, high)]
+            assert covered == list(range(elements)), (elements, count)
+
+
 @pytest.mark.parametrize(
     "shares",
     [
@@ -212,6 +260,9 @@ def test_one_rank_submits_what_all_of_its_node_have_contributed(layout: list[int
         {1: wire.ELSEWHERE},
         {0: wire.ELSEWHERE, 1: wire.ELSEWHERE},
         {0: wire.OF_NODE, 1: wire.OF_NODE},
+        {0: wire.PART},
+        {0: wire.PART, 1: wire.ELSEWHERE},
+        {0: wire.OF_NODE, 1: wire.PART},
     ],
 )
 def test_ranks_that_do_not_agree_who_submits_are_told_so(shares: dict[int, int]) -> None:

@@ -199,7 +199,7 @@ def _compute(func: Any, args: Any, kwargs: Any, out: Any) -> None:
             place.copy_(value)
 
 
-class _Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has what is made on the device, and brought to it, made of `CudaTensor`s."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,7 +222,7 @@ def fake_cuda(seed: int, count: int = 1) -> Iterator[Gpus]:
         "current_stream": gpus.current_stream, "current_device": gpus.current_device, "is_available": lambda: True,
         "cudart": lambda: gpus, "_lazy_init": lambda: None, "get_device_capability": lambda _: (9, 0),
     }  # fmt: skip
-    with mock.patch.multiple(torch.cuda, **calls), mock.patch.object(device, "layer", device.Layer()), _Factories():  # type: ignore[no-untyped-call]
+    with mock.patch.multiple(torch.cuda, **calls), mock.patch.object(device, "layer", device.Layer()), Factories():  # type: ignore[no-untyped-call]
         yield gpus
         gpus.finish()
         if runtime.is_initialized():  # what stays of the arena is of no interest to the next GPU

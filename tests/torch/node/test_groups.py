@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fusion_rt.torch.node.groups import NcclGroup
-from tests.torch.cuda_fake.streams import FakeStream, Gpus, Marker
+from tests.torch.cuda_fake.nccl import FakeWork
+from tests.torch.cuda_fake.streams import FakeStream, Marker
 from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
 
 SCHEDULES = range(8)
@@ -49,21 +50,21 @@ class FakeNccl:
             tensors[0].mul_(1.0)  # of one rank
         return FakeWork(gpus, self._stream.mark())
 
+    def _reduce_scatter_base(self, part: torch.Tensor, whole: torch.Tensor, options: Any) -> FakeWork:
+        return self._copied(part, whole)
+
+    def _allgather_base(self, whole: torch.Tensor, part: torch.Tensor, options: Any) -> FakeWork:
+        return self._copied(whole, part)
+
+    def _copied(self, to: torch.Tensor, source: torch.Tensor) -> FakeWork:
+        gpus = FakeStream.gpus
+        self._stream.wait_stream(gpus.current_stream())
+        with gpus.stream(self._stream):
+            to.copy_(source)  # of one rank
+        return FakeWork(gpus, self._stream.mark())
+
     def abort(self) -> None:
         FakeNccl.aborted += 1
-
-
-class FakeWork:
-    def __init__(self, gpus: Gpus, end: Marker) -> None:
-        self._gpus, self._end = gpus, end
-
-    def wait(self) -> None:
-        """Has the current stream wait."""
-        self._gpus.current_stream().queue.append(self._end)
-
-    def is_completed(self) -> bool:
-        self._gpus.tick(asked=True)
-        return self._end.reached
 
 
 @pytest.fixture(autouse=True)

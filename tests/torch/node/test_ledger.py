@@ -18,6 +18,20 @@ def enrolled(steps: tuple[int, ...] = (0, 0, 0)) -> State:
     return state
 
 
+def test_whoever_has_gathered_results_is_awaited_by_those_who_have_not() -> None:
+    state = enrolled()
+    for first in (1, 2):
+        state.gather(first)
+        assert [state.is_awaited(position) for position in range(3)] == [position == first for position in range(3)]
+        for other in range(3):
+            if other != first:
+                state.gather(other)
+        assert not any(state.is_awaited(position) for position in range(3))
+    state.gather(0)
+    state.give_up("a rank is lost")
+    assert not state.is_awaited(0), "it will not come"
+
+
 def test_it_begins_after_the_latest_step_in_which_a_rank_has_enrolled() -> None:
     for order in ((0, 1, 2), (2, 0, 1)):
         state = State.of(3)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt import wire
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import runtime
@@ -76,7 +77,7 @@ def in_node(optimizer: Any) -> bool:
     return node is not None and bool(node.reduces)
 
 
-def is_leader() -> bool:
+def is_first() -> bool:
     return hvd.local_rank() == 0
 
 
@@ -118,7 +119,7 @@ def reduced(
                 losses.append((parameter * values.to(where, dtype)).sum())
             torch.autograd.backward(losses)
             found.append([parameter.grad.clone() for parameter in parameters])
-        assert in_node(optimizer) == (way != "daemon")
+        assert in_node(optimizer) == (way != "daemon" and hvd.local_size() > 1)
         return found, optimizer
 
 
@@ -169,34 +170,89 @@ def test_a_checkpoint_restores_what_the_node_had_not_sent() -> None:
     assert all(torch.equal(value, restored[key]) for key, value in saved["fusion_rt"]["state"].items())
 
 
+TOPK = "topk(density=0.05, minimum=100)"
+
+
+def residuals_of(state_dict: Any) -> dict[str, torch.Tensor]:
+    state = state_dict["fusion_rt"]["state"]
+    return {key.partition(":")[2]: value for key, value in state.items() if ":residual/" in key}
+
+
+def save() -> Any:
+    _, optimizer = reduced("gloo", compression=TOPK)
+    return optimizer.state_dict()
+
+
+def load(states: list[Any], way: str) -> None:
+    """Goes on from the state of this rank's node, which may have had another number of ranks."""
+    with setting(way):
+        _, optimizer = reduced(way, compression=TOPK, steps=2)
+        node = runtime().client.welcome.node
+        optimizer.load_state_dict(states[node])
+        restored, expected = residuals_of(optimizer.state_dict()), residuals_of(states[node])
+        assert restored.keys() == expected.keys()
+        assert any(value.any() for value in expected.values())
+        assert all(torch.equal(value, expected[key]) for key, value in restored.items())
+
+
+def test_a_checkpoint_is_loaded_by_nodes_with_other_numbers_of_ranks(job: Job) -> None:
+    states = job.run(save)
+    of_nodes = [states[0], states[2]]
+    job.run(load, of_nodes, "daemon")
+    with Job((3, 1), GLOO) as another:
+        another.run(load, of_nodes, "gloo")
+
+
 # --- how it is done ---------------------------------------------------------------------------------------------------
 
 
 class CountingLayer(LateLayer):
-    """Counts the copies to the arena."""
+    """Counts the elements that are copied to the arena, and from it."""
 
-    to_host = 0
+    there = back = 0
 
     def start(self, to: Any, source: Any) -> Any:
-        self.to_host += sum(in_arena(tensor) for tensor in to)
+        self.there += sum(tensor.numel() for tensor in to if in_arena(tensor))
+        self.back += sum(tensor.numel() for tensor in source if in_arena(tensor))
         return super().start(to, source)
 
 
+@pytest.mark.parametrize("overlap", ["none", "forward"])
 @on_ranks
-def test_one_rank_of_a_node_copies_gradients_from_its_device() -> None:
+def test_each_rank_of_a_node_copies_its_part_from_its_device_and_back(overlap: str) -> None:
     model, reference = make_model(), make_model()
     previous, device.layer = device.layer, CountingLayer()
     try:
-        optimizer = not_compared(sgd(model.parameters()))
+        optimizer = not_compared(sgd(model.parameters()), overlap=overlap)
         train(model, optimizer, range(1))
-        device.layer.to_host = 0
+        hvd.synchronize_parameters()
+        device.layer.there = device.layer.back = 0
         train(model, optimizer, range(1, 4))
+        hvd.synchronize_parameters()
         assert in_node(optimizer)
-        assert device.layer.to_host == (3 * optimizer.statistics().buckets if is_leader() else 0)
+        buckets = [len(bucket.flat) for bucket in optimizer._sync.plan.buckets]
+        parts = [wire.part_of_node(elements, hvd.local_rank(), 2) for elements in buckets]
+        mine = 3 * sum(high - low for low, high in parts)
+        assert device.layer.there == mine
+        whole = 3 * sum(parameter.numel() for parameter in model.parameters())
+        assert device.layer.back == (mine if overlap == "none" else whole), "there is no order without a step's end"
     finally:
         device.layer = previous
     train_reference(reference, sgd(reference.parameters()), range(4))
     assert_same(model, reference)
+
+
+def unequal() -> None:
+    """Three ranks on one node, one on another, and buckets that cannot be divided equally."""
+    for manner in ("average", "bfloat16", "topk"):
+        found, expected = (reduced(way, **MANNERS[manner])[0] for way in ("gloo", "daemon"))
+        for mine, others in zip(found, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True)), manner
+
+
+def test_buckets_that_cannot_be_divided_equally() -> None:
+    with Job((3, 1), GLOO) as job:
+        job.run(unequal)
 
 
 @on_ranks
@@ -274,7 +330,7 @@ class Unfit(groups.Gloo):
         return "the only one" if self._shared else super().device_of(tensors)
 
     def connect(self, *args: Any) -> groups.Group:  # type: ignore[override]
-        if not is_leader():
+        if not is_first():
             raise RuntimeError("no way")
         return groups.GlooGroup(*args)
 
@@ -297,7 +353,7 @@ def test_what_cannot_be_done_in_the_node_the_daemon_does(shared: bool) -> None:
             groups.BACKENDS["gloo"] = before
     assert not in_node(optimizer)
     told = [str(warning.message) for warning in caught if "no way" in str(warning.message)]
-    assert len(told) == (not shared and not is_leader()), "told once, by the rank that cannot"
+    assert len(told) == (not shared and not is_first()), "told once, by the rank that cannot"
     reference[0].requires_grad_(True)
     plain = sgd(reference.parameters())
     train_reference(reference, plain, range(3))
@@ -338,7 +394,7 @@ def break_connections() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["the leader's", "another's"])
+@pytest.mark.parametrize("rank", [0, 1])
 @on_ranks
 def test_a_connection_that_breaks_fails_one_step_everywhere_and_then_the_daemon_reduces(rank: int) -> None:
     model, reference = make_model(), make_model()
@@ -362,7 +418,7 @@ def test_a_connection_that_breaks_fails_one_step_everywhere_and_then_the_daemon_
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
-@pytest.mark.parametrize("rank", [0, 3], ids=["a leader", "no leader"])
+@pytest.mark.parametrize("rank", [0, 3])
 @on_ranks
 def test_a_failed_backward_pass_fails_one_step_everywhere_and_then_the_daemon_reduces(rank: int, overlap: str) -> None:
     def fail(gradient: torch.Tensor) -> None:
@@ -397,6 +453,39 @@ def test_a_failed_backward_pass_fails_one_step_everywhere_and_then_the_daemon_re
     plain.zero_grad()
     train_reference(reference, plain, range(4, 7))
     assert_same(model, reference)
+
+
+def results_cannot_be_gathered(rank: int) -> list[str]:
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model.parameters()))
+    train(model, optimizer, range(3))
+    assert in_node(optimizer)
+    if hvd.rank() == rank:
+        gather = optimizer._sync.plan.node.gather
+
+        def broken(*given: Any) -> Any:
+            break_connections()
+            return gather(*given)
+
+        optimizer._sync.plan.node.gather = broken
+    told = []
+    for _ in range(2):
+        try:
+            train(model, optimizer, [3])
+        except HorovodInternalError as error:
+            told.append(str(error))
+    hvd.shutdown()
+    return told
+
+
+def test_results_that_cannot_be_gathered_end_the_job_and_no_rank_trains_on_without_them() -> None:
+    with Job((2, 2), GLOO) as job:
+        told = job.run(results_cannot_be_gathered, 1)
+    for rank in (0, 1):
+        assert len(told[rank]) == 2, "not only the step: other nodes have its results"
+        assert all("could not get results from the other ranks of its node" in text for text in told[rank])
+    for rank in (2, 3):
+        assert len(told[rank]) <= 1
 
 
 def train_until(model: torch.nn.Module, optimizer: Any, dies: int) -> str:
