@@ -147,12 +147,12 @@ def on_gpu(elements: int, densities: list[float], rounds: int) -> Record:
     made: list[Measure] = []
     for density in densities:
         k = round(density * elements)
-        selector = SideSelector(layer, elements, [(0, elements)], np.zeros(words(k), np.int32))
+        selector = SideSelector(layer, elements, [[(0, elements)]], np.zeros(words(k), np.int32))
         rows: list[tuple[float, float, float]] = []
         for turn in range(rounds + _WARM_UP):
             began = _idle()
-            selector.start(gradients[turn % 2], k)
-            selected = selector.finish().count
+            selector.start(gradients[turn % 2], [k])
+            selected = selector.finish()[0].count
             ended = _idle()
             torch.topk(magnitudes, k, sorted=False)
             torched = _idle()

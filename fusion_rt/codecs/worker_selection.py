@@ -95,6 +95,7 @@ class Tray:
 
     Attributes:
         groups: the words of each group.
+        all_groups: those of all, one after the other.
         dense: the values that are always sent, float32.
         verdict: `SPOILED`, `UNDONE` or neither; one int32.
     """
@@ -104,6 +105,7 @@ class Tray:
         words = memory[: shape.nbytes].view(np.int32)
         parts = [words[first:end] for first, end in pairwise(shape.starts)]
         *self.groups, dense, self._indices, values = parts
+        self.all_groups = words[HEADER : shape.starts[len(self.groups)]]
         self.dense: Array = dense.view(np.float32)
         self._values: Array = values.view(np.float32)
         self._count, self.verdict = words[:1], words[1:2]

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,12 @@ def kernels(device: str) -> Measured:
     for n in SIZES:
         k = max(1, n // 1000)
         for momentum in (0.0, 0.9):
-            selector = SideSelector(layer, n, [(0, n)], np.zeros(words(k), np.int32), momentum)
+            selector = SideSelector(layer, n, [[(0, n)]], np.zeros(words(k), np.int32), momentum=momentum)
             residual, velocity = np.zeros(n, np.float32), np.zeros(n, np.float32) if momentum else None
             for step in range(4):
                 gradient = _gradient(n, step)
-                selector.start(torch.from_numpy(gradient).to(device), k)
-                taken = selector.finish()
+                selector.start(torch.from_numpy(gradient).to(device), [k])
+                (taken,) = selector.finish()
                 with np.errstate(invalid="ignore", over="ignore"):
                     residual, velocity = reference.added(residual, gradient, velocity, momentum, False, 1.0)
                 expected = reference.largest(residual, k)
@@ -121,7 +122,31 @@ def kernels(device: str) -> Measured:
                 assert np.array_equal(selector.residual.cpu().numpy(), residual), (n, momentum, step)
                 checked += 1
             selector.close()
-    return {"selections": checked}
+    return {"selections": checked, "of several groups": _groups(layer, device)}
+
+
+def _groups(layer: Any, device: str) -> int:
+    """Selects from 40 groups at once, of very different sizes; returns how many steps were right."""
+    from fusion_rt.kernels.cuda.selection import words
+    from fusion_rt.kernels.cuda.side import SideSelector
+
+    sizes = [1 + 37 * number**2 for number in range(40)]
+    edges = [0, *accumulate(sizes)]
+    groups, ks = [[pair] for pair in pairwise(edges)], [max(1, size // 100) for size in sizes]
+    selector = SideSelector(layer, edges[-1], groups, np.zeros(sum(map(words, ks)), np.int32), ks)
+    residual = np.zeros(edges[-1], np.float32)
+    for step in range(4):
+        gradient = _gradient(edges[-1], step)
+        selector.start(torch.from_numpy(gradient).to(device), ks)
+        with np.errstate(invalid="ignore", over="ignore"):
+            residual = reference.added(residual, gradient, None, 0.0, False, 1.0)[0]
+        for (low, high), k, taken in zip(pairwise(edges), ks, selector.finish(), strict=True):
+            expected = low + reference.largest(residual[low:high], k)
+            assert taken.indices.tolist() == expected.tolist(), (step, low, high)
+            residual[expected] = 0
+        assert np.array_equal(selector.residual.cpu().numpy(), residual), step
+    selector.close()
+    return 4
 
 
 def _gradient(n: int, step: int) -> npt.NDArray[np.float32]:
@@ -247,10 +272,10 @@ def topk(device: str) -> Measured:
         copied = _timed(lambda other=other: torch.empty_like(other).copy_(other))[0]  # type: ignore[misc]
         for density in (0.001, 0.01):
             k = round(n * density)
-            selector = SideSelector(layer, n, [(0, n)], np.zeros(words(k), np.int32))
+            selector = SideSelector(layer, n, [[(0, n)]], np.zeros(words(k), np.int32))
 
             def select(selector: SideSelector = selector, gradient: torch.Tensor = gradient, k: int = k) -> None:
-                selector.start(gradient, k)
+                selector.start(gradient, [k])
                 selector.after()  # what is timed comes after it
 
             def finish(selector: SideSelector = selector) -> None:

@@ -1,11 +1,15 @@
 """The code that runs on the device: see `selection`, which launches it, for what it does together.
 
-The elements are divided into parts. A part belongs to a group of threads, which walks through it in steps of its width,
+The elements are divided into parts. A part belongs to a team of threads, which walks through it in steps of its width,
 in order, so that what it finds is ordered too, without sorting: a warp, where there are instructions for it, and
-otherwise a whole block. The groups do not wait for each other within a kernel; what follows from all of them is worked
+otherwise a whole block. The teams do not wait for each other within a kernel; what follows from all of them is worked
 out by the last block to end, or by the next kernel.
 
-`state`, int64, is what one kernel leaves to the next: see the constants.
+Elements are compared with those of their *group* only. Each block works for one group, `groups[block]`; of `plan`,
+`state`, `histogram` and `ticket` each group has a row. So any number of groups costs as many launches as one.
+
+`plan`, int64, is what the host tells, `state`, int64, what one kernel leaves to the next: see the constants. All of
+that is in the device's memory, so that the arguments of launches stay the same from step to step.
 """
 
 from __future__ import annotations
@@ -22,7 +26,17 @@ LEFT = 1  # how many to take of those that have these digits
 FLOOR = 2  # the magnitude from which elements are collected
 COLLECTED, SELECTED = 3, 4  # how many elements were
 SPOILED = 5  # 1 where a part of the gradient could not be added, since the last `take`
-STATE = 6
+EXPECTED = 6  # a magnitude that as many are expected to reach in the next step; 0: none is known
+STATE = 7
+
+FIRST, END = 0, 1  # parts of the group
+BLOCKS = 2  # how many work for it
+OUT, ROOM = 3, 4  # the word at which its results begin, and for how many elements there is room
+K = 5  # how many to take
+LEAST = 6  # where fewer have reached the threshold of `collect`, all are collected
+AT_LEAST = 7  # that threshold; `EXPECTED_ONE`: the one in `state`, or, where there is none, what `survey` finds
+PLAN = 8
+EXPECTED_ONE = -1
 
 HEADER = 4  # words before the indices in what `take` writes: selected, threshold, collected, spoiled
 BINS = 2048
@@ -31,20 +45,26 @@ DIGITS = ((20, 11, MAGNITUDE_BITS), (10, 10, 20), (0, 10, 10))  # (shift, bits, 
 COARSE = DIGITS[0][0]
 
 NO_GRADIENT, PLAIN, MOMENTUM, NESTEROV = range(4)
-FROM_STATE = -1  # as a threshold: the one that `survey` has found
 
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
+_LOWER = 1275068  # in units of the last place, about a tenth of a number
 _ITEMS = 4  # elements that a thread has on their way at once
 _ALL_LANES = 0xFFFFFFFF
 _WARP = 32
 
 
+def expected(threshold: int, collected: int, k: int) -> int:
+    """The magnitude that `k` elements are expected to reach in the next step: about 0.9 of the last threshold; 0, where
+    fewer have reached what was expected last. The host computes what the device does, bit by bit: so without floats."""
+    return max(1, threshold - _LOWER) if collected >= k and threshold < _INFINITE else 0
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for blocks of `threads`, of which `groups` work on a part each."""
+    """Kernels for blocks of `threads`, of which `teams` work on a part each."""
 
     threads: int
-    groups: int
+    teams: int
     survey: Any
     collect: Any
     count: Any
@@ -58,7 +78,7 @@ class Kernels:
 def build(threads: int, warps: bool) -> Kernels:
     """Args:
     threads: of a block, a multiple of 32.
-    warps: whether a warp is a group; the simulator has no instructions for this.
+    warps: whether a warp is a team; the simulator has no instructions for this.
     """
     width = _WARP if warps else threads
     tile = width * _ITEMS
@@ -68,8 +88,8 @@ def build(threads: int, warps: bool) -> Kernels:
 
         @device
         def rank(flag):  # type: ignore[no-untyped-def]
-            """Counts how many of the threads before this one in the group have the flag, and how many have it at all.
-            All threads of the group have to call this."""
+            """Counts how many of the threads before this one in the team have the flag, and how many have it at all.
+            All threads of the team have to call this."""
             hits = cuda.ballot_sync(_ALL_LANES, flag)
             before = hits & ((1 << cuda.laneid) - 1)
             return cuda.popc(np.uint32(before)), cuda.popc(np.uint32(hits))
@@ -95,7 +115,7 @@ def build(threads: int, warps: bool) -> Kernels:
         return bits_of(value) & _MAGNITUDE < _INFINITE
 
     @device
-    def advance(residual, gradient, velocity, rule, momentum, factor, i, state):  # type: ignore[no-untyped-def]
+    def advance(residual, gradient, velocity, rule, momentum, factor, i, group, state):  # type: ignore[no-untyped-def]
         """Adds to one element, with a velocity, and gives what it then is."""
         step = multiply(gradient[i], factor)
         if rule == NESTEROV:
@@ -110,12 +130,12 @@ def build(threads: int, warps: bool) -> Kernels:
             velocity[i] = speed
             residual[i] = value
         else:
-            state[SPOILED] = 1
+            state[group, SPOILED] = 1
         return value
 
     @device
     def load(  # type: ignore[no-untyped-def]
-        residual, gradient, velocity, rule, momentum, factor, first, end, values, state
+        residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state
     ):
         """The elements of this thread in the tile that begins at `first`, after addition; 0 beyond the end. All are
         read before the first is written, so that they are on their way together."""
@@ -135,12 +155,12 @@ def build(threads: int, warps: bool) -> Kernels:
                         values[item] += steps[item]
                         residual[i] = values[item]
                     else:
-                        state[SPOILED] = 1
+                        state[group, SPOILED] = 1
         elif rule != NO_GRADIENT:
             for item in range(_ITEMS):
                 i = first + item * width + lane
                 if i < end:
-                    values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i, state)
+                    values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i, group, state)
 
     @device
     def clear(bins):  # type: ignore[no-untyped-def]
@@ -149,29 +169,30 @@ def build(threads: int, warps: bool) -> Kernels:
         cuda.syncthreads()
 
     @device
-    def is_last(ticket):  # type: ignore[no-untyped-def]
-        """Says whether this block is the last to come here. What all have written before is to be seen then."""
+    def is_last(group, blocks, ticket):  # type: ignore[no-untyped-def]
+        """Says whether this block is the last of its group's to come here. What all of them have written before is to
+        be seen then."""
         last = cuda.shared.array(1, np.int32)
         cuda.threadfence()
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            last[0] = cuda.atomic.add(ticket, 0, 1)
-            if last[0] == cuda.gridDim.x - 1:
-                ticket[0] = 0
+            last[0] = cuda.atomic.add(ticket, (group, 0), 1)
+            if last[0] == blocks - 1:
+                ticket[group, 0] = 0
         cuda.syncthreads()
-        return last[0] == cuda.gridDim.x - 1
+        return last[0] == blocks - 1
 
     @device
-    def add_up(bins, histogram, ticket):  # type: ignore[no-untyped-def]
-        """Adds a block's counts to those of all; whether this block is the last to do so."""
+    def add_up(bins, group, blocks, histogram, ticket):  # type: ignore[no-untyped-def]
+        """Adds a block's counts to those of its group; whether this block is the last to do so."""
         cuda.syncthreads()
         for b in range(cuda.threadIdx.x, BINS, threads):
             if bins[b] != 0:
-                cuda.atomic.add(histogram, b, bins[b])
-        return is_last(ticket)
+                cuda.atomic.add(histogram, (group, b), bins[b])
+        return is_last(group, blocks, ticket)
 
     @device
-    def pick(histogram, bins, wanted, result):  # type: ignore[no-untyped-def]
+    def pick(group, histogram, bins, wanted, result):  # type: ignore[no-untyped-def]
         """The last digit that `wanted` elements have or exceed, and how many of them exceed it, into `result`; 0 and 0
         where there are fewer. Sets the histogram back to zero. One block calls this."""
         sums = cuda.shared.array(threads, np.int32)
@@ -179,7 +200,7 @@ def build(threads: int, warps: bool) -> Kernels:
         each = (BINS + threads - 1) // threads
         mine = 0
         for b in range(me * each, min(BINS, me * each + each)):
-            bins[b] = cuda.atomic.exch(histogram, b, 0)  # atomic, since a plain read might find an old copy
+            bins[b] = cuda.atomic.exch(histogram, (group, b), 0)  # atomic, since a plain read might find an old copy
             mine += bins[b]
         sums[me] = mine
         if me == 0:
@@ -199,73 +220,80 @@ def build(threads: int, warps: bool) -> Kernels:
         cuda.syncthreads()
 
     @device
-    def part_of_group():  # type: ignore[no-untyped-def]
+    def part_of_team():  # type: ignore[no-untyped-def]
         return cuda.blockIdx.x * (threads // width) + cuda.threadIdx.x // width
+
+    @device
+    def known(group, plan, state):  # type: ignore[no-untyped-def]
+        """The threshold for `collect` that is known before there is a survey; 0: none is."""
+        threshold = plan[group, AT_LEAST]
+        return state[group, EXPECTED] if threshold == EXPECTED_ONE else threshold
 
     @cuda.jit
     def survey(  # type: ignore[no-untyped-def]
-        residual, gradient, velocity, parts, rule, momentum, factor, k, histogram, ticket, state
+        residual, gradient, velocity, parts, groups, rule, momentum, factor, histogram, ticket, plan, state
     ):
         bins = cuda.shared.array(BINS, np.int32)
         result = cuda.shared.array(2, np.int64)
         values = cuda.local.array(_ITEMS, np.float32)
+        group = groups[cuda.blockIdx.x]
+        if known(group, plan, state) > 0:
+            return
         clear(bins)
-        part = part_of_group()
-        if part < len(parts):
-            end = parts[part, 1]
-            for first in range(parts[part, 0], end, tile):
-                load(residual, gradient, velocity, rule, momentum, factor, first, end, values, state)
-                for item in range(_ITEMS):
-                    magnitude = bits_of(values[item]) & _MAGNITUDE
-                    if magnitude > 0:
-                        cuda.atomic.add(bins, magnitude >> COARSE, 1)
-        if add_up(bins, histogram, ticket):
-            pick(histogram, bins, k, result)
+        part = part_of_team()
+        end = parts[part, 1]
+        for first in range(parts[part, 0], end, tile):
+            load(residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state)
+            for item in range(_ITEMS):
+                magnitude = bits_of(values[item]) & _MAGNITUDE
+                if magnitude > 0:
+                    cuda.atomic.add(bins, magnitude >> COARSE, 1)
+        if add_up(bins, group, plan[group, BLOCKS], histogram, ticket):
+            pick(group, histogram, bins, plan[group, K], result)
             if cuda.threadIdx.x == 0:
-                state[FLOOR] = max(1, result[0] << COARSE)
+                state[group, FLOOR] = max(1, result[0] << COARSE)
 
     @cuda.jit
     def collect(  # type: ignore[no-untyped-def]
-        residual, gradient, velocity, parts, rule, momentum, factor, threshold, k, candidates, counts, ticket, state
+        residual, gradient, velocity, parts, groups, rule, momentum, factor, candidates, counts, ticket, plan, state
     ):
-        """Where fewer than `k` have reached the threshold, all elements are candidates, as if there were no room."""
+        """Adds, where there was no survey. Where fewer than are wanted at least have reached the threshold, all
+        elements are candidates, as if there were no room."""
         values = cuda.local.array(_ITEMS, np.float32)
         reached = cuda.shared.array(1, np.int32)
         if cuda.threadIdx.x == 0:
             reached[0] = 0
         cuda.syncthreads()
-        if threshold == FROM_STATE:
-            threshold = state[FLOOR]
-        elif cuda.grid(1) == 0:
-            state[FLOOR] = threshold
-        part, lane = part_of_group(), cuda.threadIdx.x % width
-        if part < len(parts):
-            end = parts[part, 1]
-            found = 0
-            for first in range(parts[part, 0], end, tile):
-                load(residual, gradient, velocity, rule, momentum, factor, first, end, values, state)
-                for item in range(_ITEMS):
-                    i = first + item * width + lane
-                    hit = i < end and bits_of(values[item]) & _MAGNITUDE >= threshold
-                    before, total = rank(hit)
-                    if hit and found + before < candidates.shape[1]:
-                        candidates[part, found + before] = i
-                    found += total
-            if lane == 0:
-                counts[part] = found
-                cuda.atomic.add(reached, 0, found)
+        group = groups[cuda.blockIdx.x]
+        threshold, least = known(group, plan, state), plan[group, LEAST]
+        if threshold == 0:
+            threshold, rule, least = state[group, FLOOR], NO_GRADIENT, np.int64(0)
+        part, lane = part_of_team(), cuda.threadIdx.x % width
+        end = parts[part, 1]
+        found = 0
+        for first in range(parts[part, 0], end, tile):
+            load(residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state)
+            for item in range(_ITEMS):
+                i = first + item * width + lane
+                hit = i < end and bits_of(values[item]) & _MAGNITUDE >= threshold
+                before, total = rank(hit)
+                if hit and found + before < candidates.shape[1]:
+                    candidates[part, found + before] = i
+                found += total
+        if lane == 0:
+            counts[part] = found
+            cuda.atomic.add(reached, 0, found)
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            cuda.atomic.add(ticket, 1, reached[0])
-        if is_last(ticket):
+            cuda.atomic.add(ticket, (group, 1), reached[0])
+        if is_last(group, plan[group, BLOCKS], ticket):
             if cuda.threadIdx.x == 0:
-                reached[0] = cuda.atomic.exch(ticket, 1, 0)
-                state[COLLECTED] = reached[0]
-                if reached[0] < k:
-                    state[FLOOR] = 1
+                reached[0] = cuda.atomic.exch(ticket, (group, 1), 0)
+                state[group, COLLECTED] = reached[0]
+                state[group, FLOOR] = threshold if reached[0] >= least else 1
             cuda.syncthreads()
-            if reached[0] < k:
-                for other in range(cuda.threadIdx.x, len(parts), threads):
+            if reached[0] < least:
+                for other in range(plan[group, FIRST] + cuda.threadIdx.x, plan[group, END], threads):
                     counts[other] = candidates.shape[1] + 1
 
     @device
@@ -279,60 +307,61 @@ def build(threads: int, warps: bool) -> Kernels:
 
     @cuda.jit
     def count(  # type: ignore[no-untyped-def]
-        residual, parts, candidates, counts, k, shift, digits, above, histogram, ticket, state
+        residual, parts, groups, candidates, counts, shift, digits, above, histogram, ticket, plan, state
     ):
         bins = cuda.shared.array(BINS, np.int32)
         result = cuda.shared.array(2, np.int64)
         clear(bins)
-        floor, threshold, left = state[FLOOR], np.int64(0), np.int64(k)
+        group = groups[cuda.blockIdx.x]
+        floor, threshold, left = state[group, FLOOR], np.int64(0), plan[group, K]
         if above < MAGNITUDE_BITS:  # this is not the first digit
-            threshold, left = state[THRESHOLD], state[LEFT]
-        part = part_of_group()
-        if part < len(parts):
-            found = counts[part]
-            size = candidate_count(parts, candidates, part, found)
-            for j in range(cuda.threadIdx.x % width, size, width):
-                i = candidate(parts, candidates, part, found, j)
-                magnitude = bits_of(residual[i]) & _MAGNITUDE
-                if magnitude >= floor and magnitude >> above == threshold >> above:
-                    cuda.atomic.add(bins, (magnitude >> shift) & (digits - 1), 1)
-        if add_up(bins, histogram, ticket):
-            pick(histogram, bins, left, result)
+            threshold, left = state[group, THRESHOLD], state[group, LEFT]
+        part = part_of_team()
+        found = counts[part]
+        size = candidate_count(parts, candidates, part, found)
+        for j in range(cuda.threadIdx.x % width, size, width):
+            i = candidate(parts, candidates, part, found, j)
+            magnitude = bits_of(residual[i]) & _MAGNITUDE
+            if magnitude >= floor and magnitude >> above == threshold >> above:
+                cuda.atomic.add(bins, (magnitude >> shift) & (digits - 1), 1)
+        if add_up(bins, group, plan[group, BLOCKS], histogram, ticket):
+            pick(group, histogram, bins, left, result)
             if cuda.threadIdx.x == 0:
                 threshold |= result[0] << shift
                 left -= result[1]
                 if shift == 0 and threshold == 0:  # there are fewer than wanted: all of them
                     threshold, left = np.int64(1), np.int64(_MAGNITUDE)
-                state[THRESHOLD] = threshold
-                state[LEFT] = left
+                state[group, THRESHOLD] = threshold
+                state[group, LEFT] = left
 
     @cuda.jit
-    def place(residual, parts, candidates, counts, above, ties, state):  # type: ignore[no-untyped-def]
-        threshold, floor = state[THRESHOLD], state[FLOOR]
-        part, lane = part_of_group(), cuda.threadIdx.x % width
-        if part < len(parts):
-            found = counts[part]
-            size = candidate_count(parts, candidates, part, found)
-            larger, equal = 0, 0
-            for first in range(0, size, width):
-                magnitude = 0
-                if first + lane < size:
-                    i = candidate(parts, candidates, part, found, first + lane)
-                    magnitude = bits_of(residual[i]) & _MAGNITUDE
-                larger += rank(magnitude >= floor and magnitude > threshold)[1]
-                equal += rank(magnitude >= floor and magnitude == threshold)[1]
-            if lane == 0:
-                above[part] = larger
-                ties[part] = equal
+    def place(residual, parts, groups, candidates, counts, above, ties, state):  # type: ignore[no-untyped-def]
+        group = groups[cuda.blockIdx.x]
+        threshold, floor = state[group, THRESHOLD], state[group, FLOOR]
+        part, lane = part_of_team(), cuda.threadIdx.x % width
+        found = counts[part]
+        size = candidate_count(parts, candidates, part, found)
+        larger, equal = 0, 0
+        for first in range(0, size, width):
+            magnitude = 0
+            if first + lane < size:
+                i = candidate(parts, candidates, part, found, first + lane)
+                magnitude = bits_of(residual[i]) & _MAGNITUDE
+            larger += rank(magnitude >= floor and magnitude > threshold)[1]
+            equal += rank(magnitude >= floor and magnitude == threshold)[1]
+        if lane == 0:
+            above[part] = larger
+            ties[part] = equal
 
     @cuda.jit
-    def scan(above, ties, state):  # type: ignore[no-untyped-def]
-        """One block. `above` becomes where each part's elements go, `ties` how many of its ties are taken."""
+    def scan(above, ties, plan, state):  # type: ignore[no-untyped-def]
+        """One block a group. `above` becomes where each part's elements go, `ties` how many of its ties are taken."""
         sums = cuda.shared.array((2, threads), np.int64)
-        me, size = cuda.threadIdx.x, len(above)
-        left = state[LEFT]
-        each = (size + threads - 1) // threads
-        first, end = min(size, me * each), min(size, me * each + each)
+        group, me = cuda.blockIdx.x, cuda.threadIdx.x
+        low, high = plan[group, FIRST], plan[group, END]
+        left = state[group, LEFT]
+        each = (high - low + threads - 1) // threads
+        first, end = min(high, low + me * each), min(high, low + me * each + each)
         larger, equal = np.int64(0), np.int64(0)
         for part in range(first, end):
             larger += above[part]
@@ -350,42 +379,46 @@ def build(threads: int, warps: bool) -> Kernels:
             larger += more_larger
             equal += more_equal
         if me == threads - 1:
-            state[SELECTED] = larger + min(left, equal)
+            state[group, SELECTED] = larger + min(left, equal)
 
     @cuda.jit
     def take(  # type: ignore[no-untyped-def]
-        residual, parts, candidates, counts, starts, quotas, room, out, state
+        residual, parts, groups, candidates, counts, starts, quotas, out, plan, state
     ):
-        threshold, floor = state[THRESHOLD], state[FLOOR]
-        if cuda.grid(1) == 0:
-            out[0] = state[SELECTED]
-            out[1] = threshold
-            out[2] = state[COLLECTED]
-            out[3] = state[SPOILED]
-            state[SPOILED] = 0
-        part, lane = part_of_group(), cuda.threadIdx.x % width
-        if part < len(parts):
-            found = counts[part]
-            size = candidate_count(parts, candidates, part, found)
-            quota, position = quotas[part], starts[part]
-            for first in range(0, size, width):
-                i, bits, magnitude = 0, 0, 0
-                if first + lane < size:
-                    i = candidate(parts, candidates, part, found, first + lane)
-                    bits = bits_of(residual[i])
-                    magnitude = bits & _MAGNITUDE
-                wanted = magnitude >= floor and magnitude > threshold
-                tied = magnitude >= floor and magnitude == threshold
-                before, total = rank(tied)
-                if tied and before < quota:
-                    wanted = True
-                quota -= min(quota, total)
-                before, total = rank(wanted)
-                if wanted:
-                    out[HEADER + position + before] = i
-                    out[HEADER + room + position + before] = bits
-                    residual[i] = np.float32(0)
-                position += total
+        group = groups[cuda.blockIdx.x]
+        threshold, floor = state[group, THRESHOLD], state[group, FLOOR]
+        header, room = plan[group, OUT], plan[group, ROOM]
+        part, lane = part_of_team(), cuda.threadIdx.x % width
+        if part == plan[group, FIRST] and lane == 0:
+            collected = state[group, COLLECTED]
+            out[header] = state[group, SELECTED]
+            out[header + 1] = threshold
+            out[header + 2] = collected
+            out[header + 3] = state[group, SPOILED]
+            state[group, SPOILED] = 0
+            known_next = collected >= plan[group, K] and threshold < _INFINITE
+            state[group, EXPECTED] = max(1, threshold - _LOWER) if known_next else 0
+        found = counts[part]
+        size = candidate_count(parts, candidates, part, found)
+        quota, position = quotas[part], header + HEADER + starts[part]
+        for first in range(0, size, width):
+            i, bits, magnitude = 0, 0, 0
+            if first + lane < size:
+                i = candidate(parts, candidates, part, found, first + lane)
+                bits = bits_of(residual[i])
+                magnitude = bits & _MAGNITUDE
+            wanted = magnitude >= floor and magnitude > threshold
+            tied = magnitude >= floor and magnitude == threshold
+            before, total = rank(tied)
+            if tied and before < quota:
+                wanted = True
+            quota -= min(quota, total)
+            before, total = rank(wanted)
+            if wanted:
+                out[position + before] = i
+                out[position + room + before] = bits
+                residual[i] = np.float32(0)
+            position += total
 
     @cuda.jit
     def gather(values, indices, size, out):  # type: ignore[no-untyped-def]

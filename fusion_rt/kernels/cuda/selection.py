@@ -16,6 +16,9 @@ About k, by `take_above` with a threshold that an earlier selection has found: `
 no survey, so it is one pass, 12 bytes an element. Where there is no room to put aside what a part of the array has,
 the following steps walk through that part as a whole, so the result never depends on how much room there is.
 
+All of that is done for several groups of elements at once, each with its own k and threshold, by as many launches as
+for one: at most eight.
+
 Nothing here waits for the device: thresholds and counts stay on it. All functions take a `stream` (of `numba.cuda`).
 
 The tests run it in Numba's simulator, without warps, and compile it to PTX, with them. It has not run on a GPU.
@@ -27,6 +30,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -34,6 +38,7 @@ import numpy as np
 from fusion_rt.kernels.cuda import _kernels
 from fusion_rt.kernels.cuda._kernels import HEADER as HEADER
 from fusion_rt.kernels.cuda._kernels import Kernels
+from fusion_rt.kernels.cuda._kernels import expected as expected
 from fusion_rt.kernels.cuda.shim import SIMULATED, cuda, launcher
 
 NOTHING = 0x7FFFFFFF + 1
@@ -89,50 +94,91 @@ class Memory:
 
 
 class Found:
-    """Values that the steps of a selection from some ranges of an array leave to each other, on the device.
+    """Values that the steps of a selection from some groups of elements leave to each other, on the device.
 
     It is made once, and used for any number of selections, one after the other.
 
     Args:
-        ranges: of the elements that are selected from, ascending.
+        groups: ranges of the elements that are compared with each other, ascending.
+        rooms: for how many elements of each group there is room in the result.
         code: the kernels to use.
         room: how many indices can be put aside for each part; default: a fourth of its elements.
         parts: into how many the ranges are divided, about; default: what keeps an H100 busy.
         stream: on which the buffers are filled; the first selection has to come after that.
+
+    Attributes:
+        offsets: of each group's result, in words of what `take` writes, and the end.
     """
 
     def __init__(
-        self, ranges: Sequence[Range], code: Kernels | None = None, room: int | None = None, parts: int | None = None,
-        stream: Any = 0,
+        self, groups: Sequence[Sequence[Range]], rooms: Sequence[int], code: Kernels | None = None,
+        room: int | None = None, parts: int | None = None, stream: Any = 0,
     ) -> None:  # fmt: skip
         self.code = code = code or kernels()
-        self.size = sum(high - low for low, high in ranges)
-        bounds = divide(ranges, parts or _BLOCKS * code.groups, 1 if parts else _LEAST_PART)
+        self.rooms = tuple(rooms)
+        self.offsets = (0, *accumulate(map(words, rooms)))
+        size = sum(high - low for ranges in groups for low, high in ranges)
+        length = part_length(size, parts or _BLOCKS * code.teams, 1 if parts else _LEAST_PART)
+        divided = [divide(ranges, length, code.teams) for ranges in groups]
+        ends = [0, *accumulate(map(len, divided))]
+        bounds = np.concatenate(divided)
+        self._plan = np.zeros((len(divided), _kernels.PLAN), np.int64)
+        self._plan[:, _kernels.FIRST], self._plan[:, _kernels.END] = ends[:-1], ends[1:]
+        self._plan[:, _kernels.BLOCKS] = np.diff(ends) // code.teams
+        self._plan[:, _kernels.OUT], self._plan[:, _kernels.ROOM] = self.offsets[:-1], self.rooms
         longest = int((bounds[:, 1] - bounds[:, 0]).max())
         room = max(1, math.ceil(longest / _ROOM) if room is None else room)
-        self.parts = cuda.to_device(bounds, stream=stream)
+        here = np.repeat(np.arange(len(divided), dtype=np.int32), np.diff(ends) // code.teams)
+        self.parts, self.groups = (cuda.to_device(array, stream=stream) for array in (bounds, here))
         self.candidates = cuda.device_array((len(bounds), room), np.int32)
         self.counts = cuda.device_array(len(bounds), np.int32)
         self.starts = cuda.device_array(len(bounds), np.int32)
         self.quotas = cuda.device_array(len(bounds), np.int32)
-        self.histogram = cuda.to_device(np.zeros(_kernels.BINS, np.int32), stream=stream)
-        self.ticket = cuda.to_device(np.zeros(2, np.int32), stream=stream)
-        self.state = cuda.to_device(np.zeros(_kernels.STATE, np.int64), stream=stream)
-        self._blocks = math.ceil(len(bounds) / code.groups)
+        self.histogram = cuda.to_device(np.zeros((len(divided), _kernels.BINS), np.int32), stream=stream)
+        self.ticket = cuda.to_device(np.zeros((len(divided), 2), np.int32), stream=stream)
+        self.state = cuda.to_device(np.zeros((len(divided), _kernels.STATE), np.int64), stream=stream)
+        self.plan = cuda.to_device(self._plan, stream=stream)
+        self._told: tuple[Any, ...] = ()
         self._launchers: dict[tuple[str, Any], Callable[..., None]] = {}
 
+    def tell(
+        self, ks: Sequence[int], thresholds: Sequence[int] | None = None, least: bool = True, stream: Any = 0
+    ) -> None:
+        """Tells the device, if it is news, what to select.
+
+        Args:
+            ks: of each group, how many.
+            thresholds: of each group, from which magnitude on elements are put aside; 0: none is known, and `survey`
+                finds it; None: what the last selection has let expect.
+            least: where fewer than k reach the threshold, all are put aside.
+
+        Raises:
+            ValueError: there is no room for so many.
+        """
+        for k, room in zip(ks, self.rooms, strict=True):
+            if not 1 <= k <= room:
+                raise ValueError(f"there is room for 1 to {room} elements, not for {k}")
+        news = tuple(ks), None if thresholds is None else tuple(thresholds), least
+        if news == self._told:
+            return
+        self._told = news
+        self._plan[:, _kernels.K] = ks
+        self._plan[:, _kernels.LEAST] = ks if least else 0
+        self._plan[:, _kernels.AT_LEAST] = _kernels.EXPECTED_ONE if thresholds is None else thresholds
+        self.plan.copy_to_device(self._plan.copy(), stream=stream)
+
     def launch(self, name: str, stream: Any, *arguments: Any) -> None:
-        """Launches the kernel of this name: `scan` on one block, others on one for each few parts."""
+        """Launches the kernel of this name: `scan` on a block for each group, others on one for each few parts."""
         made = self._launchers.get((name, stream))
         if made is None:
-            blocks = 1 if name == "scan" else self._blocks
+            blocks = len(self.rooms) if name == "scan" else len(self.groups)
             made = launcher(getattr(self.code, name), blocks, self.code.threads, stream)
             self._launchers[name, stream] = made
         made(*arguments)
 
 
 class Taken:
-    """The result of `take`, as words (int32) that are copied to the host.
+    """The result of `take` for one group, as words (int32) that are copied to the host.
 
     Attributes:
         count: of elements.
@@ -150,79 +196,91 @@ class Taken:
 
 
 def words(k: int) -> int:
-    """The number of words (int32) that `take` needs for k elements."""
+    """The number of words (int32) that `take` needs for k elements of a group."""
     return HEADER + 2 * k
 
 
-def take_largest(memory: Memory, found: Found, k: int, out: DeviceArray, floor: int = 0, stream: Any = 0) -> None:
-    """Adds, and takes the k largest out of the residual; of equal ones the first, and no zeros.
+def take_largest(
+    memory: Memory, found: Found, ks: Sequence[int], out: DeviceArray, thresholds: Sequence[int] | None = (),
+    surveys: bool = True, stream: Any = 0,
+) -> None:  # fmt: skip
+    """Adds, and takes the k largest of each group out of the residual; of equal ones the first, and no zeros.
 
     Args:
-        k: at least 1; fewer are taken where there are fewer.
-        out: int32, `words(k)` of them or more, which `Taken` reads.
-        floor: a magnitude that k elements are expected to reach, not many more; 0: none is known. With it there is one
+        ks: of each group, at least 1; fewer are taken where there are fewer.
+        out: int32, `words(room)` of them for each group, which `Taken` reads.
+        thresholds: of each group, a magnitude that k elements are expected to reach, not many more; 0: none is known;
+            default: none is of any; None: what the last selection has let expect (`expected`). With it there is one
             pass less; where it is wrong that is slower, and the result is the same.
+        surveys: a group may have no threshold; it costs a launch where that is unknown.
 
     Raises:
-        ValueError: `out` has no room for k elements.
+        ValueError: there is no room for so many elements.
     """
-    _check(k, out)
-    if floor > 0:
-        collect(memory, found, floor, k, stream)
-    else:
-        survey(memory, found, k, stream)
-        collect(Memory(memory.residual), found, stream=stream)
-    largest(memory.residual, found, k, stream)
+    if thresholds is not None and not thresholds:
+        thresholds = [0] * len(found.rooms)
+    found.tell(ks, thresholds, stream=stream)
+    if surveys:
+        survey(memory, found, stream)
+    collect(memory, found, stream)
+    largest(memory.residual, found, stream)
     take(memory.residual, found, out, stream)
 
 
-def take_above(memory: Memory, found: Found, threshold: int, k: int, out: DeviceArray, stream: Any = 0) -> None:
-    """Takes the largest, but only elements whose magnitude is at least `threshold`; see `take_largest`."""
-    _check(k, out)
-    collect(memory, found, threshold, stream=stream)
-    largest(memory.residual, found, k, stream)
+def take_above(
+    memory: Memory, found: Found, thresholds: Sequence[int], ks: Sequence[int], out: DeviceArray, stream: Any = 0
+) -> None:
+    """Takes the largest, but only elements whose magnitude is at least the group's threshold; see `take_largest`."""
+    found.tell(ks, [max(1, threshold) for threshold in thresholds], least=False, stream=stream)
+    collect(memory, found, stream)
+    largest(memory.residual, found, stream)
     take(memory.residual, found, out, stream)
 
 
-def survey(memory: Memory, found: Found, k: int, stream: Any = 0) -> None:
-    """Adds, and finds the threshold for `collect` that the k largest reach, and few others; see `take_largest`."""
-    arrays, how = memory.arguments()
-    found.launch("survey", stream, *arrays, found.parts, *how, k, found.histogram, found.ticket, found.state)
+def add(memory: Memory, found: Found, stream: Any = 0) -> None:
+    """Only adds."""
+    found.tell(found.rooms, [NOTHING] * len(found.rooms), least=False, stream=stream)
+    collect(memory, found, stream)
 
 
-def collect(memory: Memory, found: Found, threshold: int | None = None, least: int = 0, stream: Any = 0) -> None:
-    """Adds, and puts aside what then has a magnitude of at least `threshold`; None: what `survey` has found. Where that
-    is fewer than `least`, everything is.
-
-    With the threshold `NOTHING` it only adds.
-    """
-    threshold = _kernels.FROM_STATE if threshold is None else max(1, threshold)
+def survey(memory: Memory, found: Found, stream: Any = 0) -> None:
+    """Adds, in groups without a threshold, and finds one for `collect` that the k largest reach, and few others."""
     arrays, how = memory.arguments()
     found.launch(
-        "collect", stream, *arrays, found.parts, *how, threshold, least, found.candidates, found.counts, found.ticket,
+        "survey", stream, *arrays, found.parts, found.groups, *how, found.histogram, found.ticket, found.plan,
         found.state,
     )  # fmt: skip
 
 
-def largest(residual: DeviceArray, found: Found, k: int, stream: Any = 0) -> None:
+def collect(memory: Memory, found: Found, stream: Any = 0) -> None:
+    """Adds, in other groups than `survey`, and puts aside what then has a magnitude of at least the threshold. Where
+    that is fewer than there have to be at least, everything is."""
+    arrays, how = memory.arguments()
+    found.launch(
+        "collect", stream, *arrays, found.parts, found.groups, *how, found.candidates, found.counts, found.ticket,
+        found.plan, found.state,
+    )  # fmt: skip
+
+
+def largest(residual: DeviceArray, found: Found, stream: Any = 0) -> None:
     """Finds the magnitude of the k-th largest of what has been put aside, and how many of its ties to take."""
     for shift, bits, above in _kernels.DIGITS:
         found.launch(
-            "count", stream, residual, found.parts, found.candidates, found.counts, k, shift, 1 << bits, above,
-            found.histogram, found.ticket, found.state,
+            "count", stream, residual, found.parts, found.groups, found.candidates, found.counts, shift, 1 << bits,
+            above, found.histogram, found.ticket, found.plan, found.state,
         )  # fmt: skip
 
 
 def take(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any = 0) -> None:
-    """Writes the elements that `largest` has found, ascending, and puts a zero in their place. `out` has to have room
-    for them."""
+    """Writes the elements that `largest` has found, ascending, and puts a zero in their place."""
     found.launch(
-        "place", stream, residual, found.parts, found.candidates, found.counts, found.starts, found.quotas, found.state
-    )
-    found.launch("scan", stream, found.starts, found.quotas, found.state)
+        "place", stream, residual, found.parts, found.groups, found.candidates, found.counts, found.starts,
+        found.quotas, found.state,
+    )  # fmt: skip
+    found.launch("scan", stream, found.starts, found.quotas, found.plan, found.state)
     found.launch(
-        "take", stream, residual, found.parts, found.candidates, found.counts, found.starts, found.quotas,
-        (len(out) - HEADER) // 2, out, found.state,
+        "take", stream, residual, found.parts, found.groups, found.candidates, found.counts, found.starts, found.quotas,
+        out, found.plan, found.state,
     )  # fmt: skip
 
 
@@ -245,20 +303,20 @@ def put(
     launch(indices, values, len(indices), out, low, add)
 
 
-def divide(ranges: Sequence[Range], parts: int, least: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Cuts ascending ranges into about `parts` parts of nearly the same length, at least `least`, as rows
-    (first, end); one empty part if there is nothing."""
-    size = sum(high - low for low, high in ranges)
-    length = max(least, math.ceil(size / parts), 1)
+def part_length(size: int, parts: int, least: int) -> int:
+    """Returns the length of parts, at least `least`, of which about so many cover so many elements."""
+    return max(least, math.ceil(size / parts), 1)
+
+
+def divide(ranges: Sequence[Range], length: int, multiple: int = 1) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Cuts ascending ranges into parts of at most so many elements, as rows (first, end).
+
+    Args:
+        multiple: there are a multiple of so many parts, at least one, of which the last may be empty.
+    """
     rows = [(first, min(first + length, high)) for low, high in ranges for first in range(low, high, length)]
-    return np.array(rows or [(0, 0)], np.int32)
-
-
-def _check(k: int, out: DeviceArray) -> None:
-    if k < 1 or len(out) < words(k):
-        raise ValueError(
-            f"k has to be at least 1, and out to have {words(max(1, k))} words; k is {k}, the words {len(out)}"
-        )
+    rows += [(0, 0)] * (-len(rows) % multiple if rows else multiple)
+    return np.array(rows, np.int32)
 
 
 def _blocks(n: int, code: Kernels) -> int:

@@ -4,14 +4,14 @@ the daemon reads.
 A worker makes one `SideSelector` for each bucket, once, with an `out` in memory that it shares with its daemon:
 
     layer = TorchLayer(torch, torch.cuda.current_device())
-    selector = SideSelector(layer, bucket.numel(), [(0, bucket.numel())], out, momentum=0.9)
+    selector = SideSelector(layer, bucket.numel(), [[(0, bucket.numel())]], out, momentum=0.9)
 
 For each step, as soon as the backward pass has queued what fills the bucket (in the hook of its last gradient):
 
-    selector.start(bucket, k)  # returns at once; the backward pass goes on beside it
+    selector.start(bucket, [k])  # returns at once; the backward pass goes on beside it
     selector.after()           # the bucket may be filled again, by what is queued on the current stream from now on
     ...
-    taken = selector.finish()  # waits; `taken.indices` and `taken.values` are in `out`, ready for the daemon to send
+    (taken,) = selector.finish()  # waits; `taken.indices` and `taken.values` are in `out`, ready for the daemon to send
 
 `selector.ready()` tells without waiting whether it is done, so that one thread can watch many buckets. A checkpoint
 takes `selector.residual` and `selector.velocity` between `finish` and the next `start`; to restore, copy into them.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,8 +33,6 @@ import numpy.typing as npt
 from fusion_rt.kernels.cuda import selection
 from fusion_rt.kernels.cuda.selection import DeviceArray, Found, Memory, Range, Taken
 from fusion_rt.kernels.cuda.shim import cuda
-
-_SAFETY = np.float32(0.9)  # the next threshold is expected to be above so much of the last one
 
 Tensor = Any  # fusion_rt.kernels does not import torch
 
@@ -140,23 +139,19 @@ class TorchLayer:
             raise RuntimeError(f"CUDA could not {what} memory of the host (error {int(code)}); see `ulimit -l`")
 
 
-def _lower(magnitude: int) -> int:
-    """A magnitude a little below this one."""
-    value = np.int32(magnitude).view(np.float32)
-    return int((value * _SAFETY).view(np.int32)) if np.isfinite(value) else 0
-
-
 class SideSelector:
-    """Selects from one array on a GPU, step by step; the residual stays there.
+    """Selects from groups of elements of one array on a GPU, step by step; the residual stays there.
 
     Args:
         layer: the device.
         elements: of the array.
-        ranges: of the elements that are selected from, ascending.
-        out: int32, contiguous, `selection.words(k)` of them: where results of up to k elements go. It is pinned until
-            `close`, page by page, so it should share no page with another's; memory shared with the daemon will do.
+        groups: ranges of the elements that are compared with each other, ascending.
+        out: int32, contiguous: where results go, group after group, `selection.words(room)` of them for each. It is
+            pinned until `close`, page by page, so it should share no page with another's; memory shared with the daemon
+            will do.
+        rooms: up to how many elements of each group may be selected; default: of the only group, what `out` can have.
         momentum, nesterov: of `selection.Memory`; without momentum there is no velocity.
-        found: buffers for the ranges; default: new ones. One can serve several selectors of one layer.
+        found: buffers for the groups; default: new ones. One can serve several selectors of one layer.
         memory: residual and velocity; default: new ones, of zeros. Selectors of other ranges may have the same.
 
     Attributes:
@@ -164,16 +159,20 @@ class SideSelector:
     """
 
     def __init__(
-        self, layer: Layer, elements: int, ranges: Sequence[Range], out: npt.NDArray[np.int32], momentum: float = 0.0,
-        nesterov: bool = False, found: Found | None = None, memory: tuple[Tensor, Tensor | None] | None = None,
+        self, layer: Layer, elements: int, groups: Sequence[Sequence[Range]], out: npt.NDArray[np.int32],
+        rooms: Sequence[int] = (), momentum: float = 0.0, nesterov: bool = False, found: Found | None = None,
+        memory: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         if out.dtype != np.int32 or not out.flags.c_contiguous:
             raise ValueError(f"results go into a contiguous array of int32, not of {out.dtype}")
-        self._layer, self._words = layer, out
-        self._k = (len(out) - selection.HEADER) // 2
+        rooms = tuple(rooms) or ((len(out) - selection.HEADER) // 2,)
+        if len(out) != sum(map(selection.words, rooms)):
+            raise ValueError(f"results of up to {list(rooms)} elements do not have {len(out)} words")
+        self._layer, self._words, self._rooms = layer, out, rooms
         self._event: Any = None
         self._wrapped: tuple[int, DeviceArray] = (0, None)  # the address of the last gradient, and the array
-        self._floor = self._asked = 0
+        self._expected = [0] * len(rooms)  # as the device has it
+        self._asked: Sequence[int] = rooms
         with layer.active():
             if memory is None:
                 memory = layer.zeros(elements, "float32"), layer.zeros(elements, "float32") if momentum else None
@@ -182,45 +181,55 @@ class SideSelector:
             velocity = None if self.velocity is None else layer.wrap(self.velocity)
             self._memory = Memory(layer.wrap(self.residual), None, velocity, momentum, nesterov)
             self._device_out = layer.wrap(self._out)
-            self._found = found or Found(ranges, stream=layer.stream)
+            self._found = found or Found(groups, rooms, stream=layer.stream)
+            self._offsets = [0, *accumulate(map(selection.words, rooms))]
             self._pinned = layer.pin(out)
 
-    def start(self, gradient: Tensor, k: int, threshold: int | None = None, factor: float = 1.0) -> None:
-        """Queues a step: adds gradient * factor and takes elements out of the residual.
+    def start(
+        self, gradient: Tensor, ks: Sequence[int], thresholds: Sequence[int] | None = None, factor: float = 1.0
+    ) -> None:
+        """Queues a step: adds gradient * factor and takes elements out of the residual. That takes as many launches for
+        any number of groups.
 
         Args:
             gradient: float32, on the device, as long as the residual.
-            k: how many.
-            threshold: a magnitude that the elements have to reach; None: exactly the k largest are taken.
+            ks: how many of each group.
+            thresholds: a magnitude that the elements of each group have to reach; None: exactly the k largest are
+                taken.
         """
         if self._event is not None:
             raise RuntimeError("a selection is still under way; finish it before the next")
-        if not 1 <= k <= self._k:
-            raise ValueError(f"there is room for 1 to {self._k} elements, not for {k}")
+        for k, room in zip(ks, self._rooms, strict=True):
+            if not 1 <= k <= room:
+                raise ValueError(f"there is room for 1 to {room} elements, not for {k}")
         if gradient.numel() != self.residual.numel() or "float32" not in str(gradient.dtype):
             raise ValueError(
                 f"the gradient has to be {self.residual.numel()} float32, not {gradient.numel()} {gradient.dtype}"
             )
-        layer, memory, self._asked = self._layer, self._memory, k
+        layer, memory, self._asked = self._layer, self._memory, ks
         with layer.active():
             if gradient.data_ptr() != self._wrapped[0]:  # wrapping takes longer than a launch
                 self._wrapped = gradient.data_ptr(), layer.wrap(gradient)
             memory.gradient, memory.factor = self._wrapped[1], factor
             layer.follow(gradient)
-            if threshold is None:
-                selection.take_largest(memory, self._found, k, self._device_out, self._floor, layer.stream)
+            if thresholds is None:
+                surveys = 0 in self._expected
+                selection.take_largest(memory, self._found, ks, self._device_out, None, surveys, layer.stream)
             else:
-                selection.take_above(memory, self._found, threshold, k, self._device_out, layer.stream)
-            self._copy(k)
+                selection.take_above(memory, self._found, thresholds, ks, self._device_out, layer.stream)
+            self._copy(ks)
             self._event = layer.mark()
 
-    def _copy(self, k: int) -> None:
-        """Queues the copy of `k` elements to the host: indices, and values where there is room for them."""
-        if k == self._k:
+    def _copy(self, ks: Sequence[int]) -> None:
+        """Queues the copy of the results to the host: of all of it at once, unless there is room for more, as there is
+        while a codec warms up. Then of each group indices, and values."""
+        if tuple(ks) == self._rooms:
             self._layer.copy(self._out, self._pinned)
             return
-        for part in (slice(selection.HEADER + k), slice(selection.HEADER + self._k, selection.HEADER + self._k + k)):
-            self._layer.copy(self._out[part], self._pinned[part])
+        for first, room, k in zip(self._offsets, self._rooms, ks, strict=False):
+            values = first + selection.HEADER + room
+            for part in (slice(first, first + selection.HEADER + k), slice(values, values + k)):
+                self._layer.copy(self._out[part], self._pinned[part])
 
     def after(self) -> None:
         """Lets what is queued on the current stream from now on change the gradient."""
@@ -230,13 +239,15 @@ class SideSelector:
         """Says whether `finish` would not have to wait."""
         return bool(self._begun().query())
 
-    def finish(self) -> Taken:
-        """Waits for what was started. The arrays of the result are views of `out`, until the next step."""
+    def finish(self) -> list[Taken]:
+        """Waits for what was started. Returns the result of each group, whose arrays are views of `out`, until the next
+        step."""
         self._begun().synchronize()
         self._event = None
-        taken = Taken(self._words)
-        expected = taken.collected >= self._asked  # otherwise it took more time to find that out than this saves
-        self._floor = _lower(taken.threshold) if expected else 0
+        taken = [Taken(self._words[first:end]) for first, end in pairwise(self._offsets)]
+        self._expected = [
+            selection.expected(one.threshold, one.collected, k) for one, k in zip(taken, self._asked, strict=True)
+        ]
         return taken
 
     def close(self) -> None:

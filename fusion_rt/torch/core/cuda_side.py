@@ -50,10 +50,12 @@ class CudaSide:
     def selector(
         self,
         memory: tuple[torch.Tensor, torch.Tensor | None],
-        ranges: Sequence[Range],
+        groups: Sequence[Sequence[Range]],
         out: Array,
+        rooms: Sequence[int],
         momentum: float,
         nesterov: bool,
     ) -> Selector:
-        selector: Any = SideSelector(self._layer, len(memory[0]), ranges, out, momentum, nesterov, memory=memory)
+        elements = len(memory[0])
+        selector: Any = SideSelector(self._layer, elements, groups, out, rooms, momentum, nesterov, memory=memory)
         return selector  # type: ignore[no-any-return]

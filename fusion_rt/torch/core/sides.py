@@ -13,11 +13,11 @@ from fusion_rt.kernels.selection import Range
 
 
 class Selector(Protocol):
-    """Selects from some ranges of a bucket, step by step, as `kernels.cuda.side.SideSelector` does."""
+    """Selects from groups of elements of a bucket, step by step, as `kernels.cuda.side.SideSelector` does."""
 
-    def start(self, gradient: torch.Tensor, k: int) -> None:
-        """Queues a step: adds the gradient to the residual where the sum is finite, takes the k largest out, and copies
-        them to the host, with whether all of it could be added."""
+    def start(self, gradient: torch.Tensor, ks: Sequence[int]) -> None:
+        """Queues a step: adds the gradient to the residual where the sum is finite, takes the k largest of each group
+        out, and copies them to the host, with whether all of it could be added."""
 
     def ready(self) -> bool:
         """Tells whether the step is done."""
@@ -41,13 +41,15 @@ class Side(Protocol):
     def selector(
         self,
         memory: tuple[torch.Tensor, torch.Tensor | None],
-        ranges: Sequence[Range],
+        groups: Sequence[Sequence[Range]],
         out: Array,
+        rooms: Sequence[int],
         momentum: float,
         nesterov: bool,
     ) -> Selector:
-        """Makes a selector from ranges of a residual, with or without a velocity.
+        """Makes a selector from groups of ranges of a residual, with or without a velocity.
 
         Args:
-            out: int32, pinned: the words of `codecs.worker_selection` for a group.
+            out: int32, pinned: the words of `codecs.worker_selection` for all groups.
+            rooms: the most that can be selected of each.
         """

@@ -64,10 +64,10 @@ class BucketSelection(device.Copying):
             self._velocity = side.zeros(layout.elements) if codec.momentum else None
             self._always = torch.from_numpy(always).to(where)
         self._sent_always, self._verdict = torch.from_numpy(tray.dense), torch.from_numpy(tray.verdict)
-        self._selectors = [
-            side.selector((self._residual, self._velocity), group.ranges, words, codec.momentum, codec.nesterov)
-            for group, words in zip(self._groups, tray.groups, strict=True)
-        ]
+        self._selector = side.selector(
+            (self._residual, self._velocity), tray.shape.groups, tray.all_groups, tray.shape.rooms, codec.momentum,
+            codec.nesterov,
+        )  # fmt: skip
 
     def start(self, gradient: torch.Tensor, factors: Sequence[float]) -> None:
         """Queues a step.
@@ -90,11 +90,11 @@ class BucketSelection(device.Copying):
                     self._residual[span.start : span.end].mul_(factor)
             if len(self._always):
                 self._send_always(gradient)
-        for group, selector, words in zip(self._groups, self._selectors, self._tray.groups, strict=True):
-            k = group.k(self._step, self._codec.warmup)
+        ks = [group.k(self._step, self._codec.warmup) for group in self._groups]
+        self._selector.start(gradient, ks)
+        for group, k, words in zip(self._groups, ks, self._tray.groups, strict=True):
             if self._codec.masks(k, group.size):
                 self._masked.append(words)
-            selector.start(gradient, k)
         if not self._codec.feedback:
             with self._side.beside():
                 self._residual.zero_()
@@ -120,14 +120,13 @@ class BucketSelection(device.Copying):
         self._residual[self._always] = 0
 
     def done(self) -> bool:
-        if self._under_way and all(selector.ready() for selector in self._selectors):
+        if self._under_way and self._selector.ready():
             self.wait()
         return not self._under_way
 
     def wait(self) -> None:
         if self._under_way:
-            for selector in self._selectors:
-                selector.finish()
+            self._selector.finish()
             self._under_way = False
 
     def correct(self) -> None:

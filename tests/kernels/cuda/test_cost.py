@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,19 +56,19 @@ class Watched:
 
 def watched(launches: list[str]) -> Any:
     code = selection.kernels(threads=4, warps=False)
-    kernels = [field.name for field in fields(code) if field.name not in ("threads", "groups")]
+    kernels = [field.name for field in fields(code) if field.name not in ("threads", "teams")]
     return replace(code, **{name: Watched(name, getattr(code, name), launches) for name in kernels})
 
 
-def cost(floor: int, values: npt.NDArray[np.float32]) -> tuple[Taken, list[str], float, int]:
+def cost(floor: int, values: npt.NDArray[np.float32], surveys: bool = True) -> tuple[Taken, list[str], float, int]:
     """Selects; returns the result, the launches, the bytes of residual and gradient for each element, and how often
     what blocks have in common was changed."""
     launches: list[str] = []
-    found = Found([(0, N)], watched(launches), parts=4)
-    found.histogram, found.ticket = Counted(np.zeros(BINS, np.int32)), Counted(np.zeros(2, np.int32))
+    found = Found([[(0, N)]], [K], watched(launches), parts=4)
+    found.histogram, found.ticket = Counted(np.zeros((1, BINS), np.int32)), Counted(np.zeros((1, 2), np.int32))
     residual, gradient = Counted(values.copy()), Counted(np.zeros(N, np.float32))
     out = cuda.to_device(np.zeros(words(K), np.int32))
-    selection.take_largest(Memory(residual, gradient), found, K, out, floor)
+    selection.take_largest(Memory(residual, gradient), found, [K], out, [floor], surveys)
     taken = Taken(out.copy_to_host())
     assert taken.indices.tolist() == reference.largest(values, K).tolist()
     nbytes = 4 * sum(array.reads + array.writes for array in (residual, gradient)) / N
@@ -84,8 +85,7 @@ def test_with_a_threshold_that_is_expected_memory_is_passed_once(values: npt.NDA
     assert launches == ["survey", "collect", *AFTER]
     assert 16 <= nbytes < 18.5
 
-    expected = int((np.int32(taken.threshold).view(np.float32) * np.float32(0.9)).view(np.int32))
-    taken, launches, nbytes, atomics = cost(expected, values)
+    taken, launches, nbytes, atomics = cost(selection.expected(taken.threshold, taken.collected, K), values, False)
     assert launches == ["collect", *AFTER]
     assert K <= taken.collected < 3 * K
     assert 12 <= nbytes < 14.5
@@ -94,8 +94,27 @@ def test_with_a_threshold_that_is_expected_memory_is_passed_once(values: npt.NDA
 
 
 def test_a_threshold_that_too_few_reach_costs_passes_and_no_launches(values: npt.NDArray[np.float32]) -> None:
-    taken, launches, nbytes, _ = cost(int(np.float32(100.0).view(np.int32)), values)
+    taken, launches, nbytes, _ = cost(int(np.float32(100.0).view(np.int32)), values, False)
     assert taken.collected == 0
     assert taken.count == K
     assert launches == ["collect", *AFTER]
     assert nbytes < 34
+
+
+@pytest.mark.parametrize("groups", [1, 2, 40])
+def test_any_number_of_groups_takes_as_many_launches_as_one(groups: int, values: npt.NDArray[np.float32]) -> None:
+    """A bucket of 40 parameters, each compared with itself (`scope='tensor'`)."""
+    launches: list[str] = []
+    edges = [N * group // groups for group in range(groups + 1)]
+    found = Found([[edge] for edge in pairwise(edges)], [2] * groups, watched(launches), parts=4)
+    memory = Memory(cuda.to_device(values), cuda.to_device(np.zeros(N, np.float32)))
+    out = cuda.to_device(np.zeros(found.offsets[-1], np.int32))
+    for step in range(2):
+        launches.clear()
+        before = memory.residual.copy_to_host()
+        selection.take_largest(memory, found, [2] * groups, out, None, surveys=step == 0)
+        assert launches == (["survey"] if step == 0 else []) + ["collect", *AFTER]
+        written = out.copy_to_host()
+        for (low, high), first, end in zip(pairwise(edges), found.offsets, found.offsets[1:], strict=False):
+            expected = low + reference.largest(before[low:high], 2)
+            assert Taken(written[first:end]).indices.tolist() == expected.tolist()

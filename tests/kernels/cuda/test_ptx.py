@@ -40,16 +40,16 @@ def cuda() -> Any:
 
 
 def signatures(types: Any) -> dict[str, tuple[Any, ...]]:
-    floats, ints, longs, rows = types.float32[::1], types.int32[::1], types.int64[::1], types.int32[:, ::1]
-    added = (floats, floats, floats, rows, types.int64, types.float32, types.float32)
-    found = (floats, rows, rows, ints)
+    floats, ints, longs, rows = types.float32[::1], types.int32[::1], types.int64[:, ::1], types.int32[:, ::1]
+    added = (floats, floats, floats, rows, ints, types.int64, types.float32, types.float32)
+    found = (floats, rows, ints, rows, ints)
     return {
-        "survey": (*added, types.int64, ints, ints, longs),
-        "collect": (*added, types.int64, types.int64, rows, ints, ints, longs),
-        "count": (*found, types.int64, types.int64, types.int64, types.int64, ints, ints, longs),
+        "survey": (*added, rows, rows, longs, longs),
+        "collect": (*added, rows, ints, rows, longs, longs),
+        "count": (*found, types.int64, types.int64, types.int64, rows, rows, longs, longs),
         "place": (*found, ints, ints, longs),
-        "scan": (ints, ints, longs),
-        "take": (floats, rows, rows, ints, ints, ints, types.int64, ints, longs),
+        "scan": (ints, ints, longs, longs),
+        "take": (*found, ints, ints, ints, longs, longs),
         "gather": (floats, ints, types.int64, floats),
         "put": (ints, floats, types.int64, floats, types.int64, types.boolean),
     }

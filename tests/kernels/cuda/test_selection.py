@@ -12,7 +12,7 @@ import pytest
 if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
 
-from fusion_rt.kernels.cuda import selection
+from fusion_rt.kernels.cuda import _kernels, selection
 from fusion_rt.kernels.cuda.selection import NOTHING, Found, Memory, Range, Taken, words
 from fusion_rt.kernels.cuda.shim import cuda
 from tests.kernels import reference
@@ -59,12 +59,12 @@ def select(
     for low, high in ranges:
         inside[low:high] = True
     memory = Memory(device(residual), device(gradient), device(velocity), 0.9, nesterov, factor)
-    found = found or Found(ranges, CODE, room, parts)
-    out = cuda.to_device(np.full(words(k + 1), -7, np.int32))
+    found = found or Found([ranges], [k + 1], CODE, room, parts)
+    out = cuda.to_device(np.full(words(found.rooms[0]), -7, np.int32))
     if threshold is None:
-        selection.take_largest(memory, found, k, out, floor)
+        selection.take_largest(memory, found, [k], out, [floor])
     else:
-        selection.take_above(memory, found, threshold, k, out)
+        selection.take_above(memory, found, [threshold], [k], out)
     taken, left = Taken(out.copy_to_host()), memory.residual.copy_to_host()
 
     total, moved, rule = residual.copy(), velocity, "nesterov" if nesterov else "momentum"
@@ -173,15 +173,15 @@ def test_there_may_be_fewer_than_are_wanted(n: int, k: int) -> None:
 
 def test_one_set_of_buffers_serves_any_number_of_selections() -> None:
     rng = np.random.default_rng(2)
-    _, left, found = select(rng.standard_normal(30).astype(np.float32), 5)
-    for k in (8, 2):
+    _, left, found = select(rng.standard_normal(30).astype(np.float32), 8)
+    for k in (5, 2, 9):
         _, left, _ = select(left, k, rng.standard_normal(30).astype(np.float32), found=found)
 
 
 def test_a_pass_may_only_add() -> None:
     residual, gradient = numbers(20, 1, 0.5), numbers(20, 2, 0.5)
-    memory, found = Memory(device(residual), device(gradient)), Found([(0, 20)], CODE, parts=2)
-    selection.collect(memory, found, NOTHING)
+    memory, found = Memory(device(residual), device(gradient)), Found([[(0, 20)]], [1], CODE, parts=2)
+    selection.add(memory, found)
     same(memory.residual.copy_to_host(), reference.added(residual, gradient, None, 0.0, False, 1.0)[0])
 
 
@@ -199,23 +199,75 @@ def test_values_are_fetched_and_put_where_they_belong(add: bool) -> None:
     assert fetched.copy_to_host().tobytes() == expected[indices].tobytes()
 
 
+GROUPS: list[list[Range]] = [[(0, 9), (12, 20)], [(20, 23)], [(30, 61)], [(61, 62)]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_groups_are_selected_from_as_each_of_them_is_alone(seed: int) -> None:
+    """With the same bits, step after step: some with thresholds that are expected, some without, some wrong."""
+    ks, n = [5, 2, 4, 1], 64
+    residual, velocity = numbers(n, seed, 0.4), np.zeros(n, np.float32)
+    together = Memory(device(residual), None, device(velocity), 0.9)
+    alone = [Memory(device(residual), None, device(velocity), 0.9) for _ in GROUPS]
+    found = Found(GROUPS, [5, 3, 6, 1], CODE, parts=5)
+    each = [Found([ranges], [room], CODE, parts=2) for ranges, room in zip(GROUPS, found.rooms, strict=True)]
+    for step in range(5):
+        gradient = device(numbers(n, 10 * seed + step, 0.3) * np.float32(1e-6 if step == 3 else 1))
+        out = cuda.to_device(np.full(found.offsets[-1], -7, np.int32))
+        together.gradient = gradient
+        if step == 4:
+            selection.take_above(together, found, [ONE, 1, NOTHING, 5], ks, out)
+        else:
+            selection.take_largest(together, found, ks, out, None if step else [0, ONE, 0, INFINITY])
+        for group, memory in enumerate(alone):
+            own = cuda.to_device(np.full(words(found.rooms[group]), -7, np.int32))
+            memory.gradient = gradient
+            if step == 4:
+                selection.take_above(memory, each[group], [[ONE, 1, NOTHING, 5][group]], [ks[group]], own)
+            else:
+                selection.take_largest(memory, each[group], [ks[group]], own, [0])
+            mine = out.copy_to_host()[found.offsets[group] : found.offsets[group + 1]]
+            taken, expected = Taken(mine), Taken(own.copy_to_host())
+            assert taken.indices.tolist() == expected.indices.tolist(), (step, group)
+            assert taken.values.tobytes() == expected.values.tobytes(), (step, group)
+            assert (taken.threshold, taken.spoiled) == (expected.threshold, expected.spoiled), (step, group)
+            for low, high in GROUPS[group]:
+                for here, there in ((together.residual, memory.residual), (together.velocity, memory.velocity)):
+                    same(here.copy_to_host()[low:high], there.copy_to_host()[low:high])
+
+
+def test_the_host_knows_what_the_device_expects() -> None:
+    residual, found = numbers(40, 3, 0.2), Found([[(0, 20)], [(20, 40)]], [4, 30], CODE, parts=4)
+    memory, out = Memory(device(residual), device(numbers(40, 4, 0.2))), cuda.to_device(np.zeros(80, np.int32))
+    for _ in range(4):
+        selection.take_largest(memory, found, [4, 30], out, None)
+        words_of = out.copy_to_host()
+        for group, k in enumerate((4, 30)):
+            taken = Taken(words_of[found.offsets[group] : found.offsets[group + 1]])
+            expected = selection.expected(taken.threshold, taken.collected, k)
+            assert found.state.copy_to_host()[group, _kernels.EXPECTED] == expected
+    assert selection.expected(ONE, 3, 3) == pytest.approx(ONE - 0.152 * 2**23, abs=1)
+    assert [selection.expected(1, 3, 3), selection.expected(ONE, 2, 3), selection.expected(INFINITY, 9, 3)] == [1, 0, 0]
+
+
 def test_parts_cover_the_ranges_in_order() -> None:
-    parts = selection.divide([(0, 7), (10, 10), (12, 30)], 4, 1)
+    parts = selection.divide([(0, 7), (10, 10), (12, 30)], 7, 4)
     covered = [i for low, high in parts for i in range(low, high)]
     assert covered == [*range(7), *range(12, 30)]
     assert (parts[:, 1] - parts[:, 0]).max() == 7
-    assert len(selection.divide([(0, 100)], 50, 40)) == 3
-    assert selection.divide([], 4, 1).tolist() == [[0, 0]]
+    assert len(parts) % 4 == 0
+    assert [selection.part_length(*given) for given in ((100, 50, 40), (100, 3, 1), (0, 3, 1))] == [40, 34, 1]
+    assert selection.divide([], 4, 2).tolist() == [[0, 0]] * 2
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    memory, found = Memory(device(np.ones(4, np.float32))), Found([(0, 4)], CODE)
+    memory, found = Memory(device(np.ones(4, np.float32))), Found([[(0, 4)]], [2], CODE)
     out = cuda.to_device(np.zeros(words(2), np.int32))
     for k in (0, 3):
-        with pytest.raises(ValueError, match=f"k is {k}, the words 8"):
-            selection.take_largest(memory, found, k, out)
-        with pytest.raises(ValueError, match=f"k is {k}"):
-            selection.take_above(memory, found, 1, k, out)
+        with pytest.raises(ValueError, match=f"room for 1 to 2 elements, not for {k}"):
+            selection.take_largest(memory, found, [k], out)
+        with pytest.raises(ValueError, match=f"not for {k}"):
+            selection.take_above(memory, found, [1], [k], out)
     with pytest.raises(ValueError, match="no instructions of warps"):
         selection.kernels(64, warps=True)
     with pytest.raises(ValueError, match="at most 1024"):

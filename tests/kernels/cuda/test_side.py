@@ -43,6 +43,9 @@ class Event:
         return self.happened
 
 
+CODE = selection.kernels(threads=4, warps=False)
+
+
 class SimulatedLayer:
     """The memory of the host as the device; what is queued is done at once."""
 
@@ -90,8 +93,8 @@ class SimulatedLayer:
 
 def make(n: int, k: int, layer: Any, **options: Any) -> tuple[SideSelector, Any]:
     out = np.zeros(words(k), np.int32)
-    found = Found([(0, n)], selection.kernels(threads=4, warps=False), parts=2)
-    return SideSelector(layer, n, [(0, n)], out, found=found, **options), out
+    found = Found([[(0, n)]], [k], CODE, parts=2)
+    return SideSelector(layer, n, [[(0, n)]], out, found=found, **options), out
 
 
 def test_only_what_a_step_selects_is_copied_and_not_all_that_there_is_room_for() -> None:
@@ -101,8 +104,8 @@ def test_only_what_a_step_selects_is_copied_and_not_all_that_there_is_room_for()
     for k in (20, 3, 1):
         layer.copied = 0
         residual, bucket = selector.residual.numpy().copy(), torch.randn(40, generator=generator)
-        selector.start(bucket, k)
-        taken = selector.finish()
+        selector.start(bucket, [k])
+        (taken,) = selector.finish()
         expected = residual + bucket.numpy()
         chosen = np.sort(np.argsort(-np.abs(expected), kind="stable")[:k])
         assert taken.indices.tolist() == chosen.tolist()
@@ -125,8 +128,8 @@ def test_the_last_threshold_saves_a_pass_until_gradients_become_small() -> None:
             before = called[0]
             selector.residual.zero_()
             bucket = scale * torch.randn(200, generator=generator)
-            selector.start(bucket, 8)
-            taken = selector.finish()
+            selector.start(bucket, [8])
+            (taken,) = selector.finish()
             chosen = np.sort(np.argsort(-np.abs(bucket.numpy()), kind="stable")[:8])
             assert taken.indices.tolist() == chosen.tolist()
             surveys.append(called[0] > before)
@@ -145,10 +148,10 @@ def test_steps_select_what_the_reference_does_and_keep_the_rest() -> None:
     threshold = None
     for step in range(3):
         bucket.copy_(torch.randn(n, generator=generator))
-        selector.start(bucket, k, threshold=threshold, factor=0.5)
+        selector.start(bucket, [k], None if threshold is None else [threshold], 0.5)
         selector.after()
         assert not selector.ready()
-        taken = selector.finish()
+        (taken,) = selector.finish()
         residual, moved = reference.added(residual, bucket.numpy(), velocity, 0.9, False, 0.5)
         assert moved is not None
         eligible = np.where(reference.magnitudes(residual) >= (threshold or 0), residual, np.float32(0))
@@ -173,16 +176,18 @@ def test_steps_in_the_wrong_order_or_of_the_wrong_size_are_refused() -> None:
             act()
     for k in (0, 3):
         with pytest.raises(ValueError, match=f"room for 1 to 2 elements, not for {k}"):
-            selector.start(torch.ones(8), k)
+            selector.start(torch.ones(8), [k])
     for wrong in (torch.ones(7), torch.ones(8, dtype=torch.float64)):
         with pytest.raises(ValueError, match="has to be 8 float32, not"):
-            selector.start(wrong, 1)
-    selector.start(torch.ones(8), 2)
+            selector.start(wrong, [1])
+    selector.start(torch.ones(8), [2])
     with pytest.raises(RuntimeError, match="still under way"):
-        selector.start(torch.ones(8), 2)
+        selector.start(torch.ones(8), [2])
     selector.close()
     with pytest.raises(ValueError, match="contiguous array of int32, not of float32"):
-        SideSelector(SimulatedLayer(), 8, [(0, 8)], np.zeros(8, np.float32))  # type: ignore[arg-type]
+        SideSelector(SimulatedLayer(), 8, [[(0, 8)]], np.zeros(8, np.float32))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"results of up to \[1, 2\] elements do not have 8 words"):
+        SideSelector(SimulatedLayer(), 8, [[(0, 4)], [(4, 8)]], np.zeros(8, np.int32), [1, 2])
 
 
 class Recorder:
@@ -263,11 +268,11 @@ def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
 ) -> None:
     layer = TorchLayer(recorder.torch, 0)
     out = np.zeros(words(2), np.int32)
-    selector = SideSelector(layer, 8, [(0, 8)], out, found=object())  # type: ignore[arg-type]
+    selector = SideSelector(layer, 8, [[(0, 8)]], out, found=object())  # type: ignore[arg-type]
     filled = ["enter side", "zeros float32", "leave side", "enter side", "zeros int32", "leave side"]
     assert recorder.calls == [*filled, "wrap, sync=False", "wrap, sync=False", "as cuda:0", f"register {out.nbytes}"]
     recorder.calls.clear()
-    selector.start(recorder.tensor(8), 2, threshold)
+    selector.start(recorder.tensor(8), [2], None if threshold is None else [threshold])
     selector.after()
     assert selector.ready()
     selector.finish()
@@ -300,15 +305,15 @@ def test_memory_that_kernels_cannot_use_is_refused(recorder: Recorder) -> None:
 
 def test_selectors_of_several_ranges_share_a_residual() -> None:
     n, layer = 24, SimulatedLayer()
-    found = [Found([r], selection.kernels(threads=4, warps=False), parts=2) for r in ((2, 10), (12, 24))]
-    first = SideSelector(layer, n, [(2, 10)], np.zeros(words(2), np.int32), found=found[0])
+    found = [Found([[r]], [k], CODE, parts=2) for r, k in (((2, 10), 2), ((12, 24), 3))]
+    first = SideSelector(layer, n, [[(2, 10)]], np.zeros(words(2), np.int32), found=found[0])
     memory = first.residual, first.velocity
-    second = SideSelector(layer, n, [(12, 24)], np.zeros(words(3), np.int32), found=found[1], memory=memory)
+    second = SideSelector(layer, n, [[(12, 24)]], np.zeros(words(3), np.int32), found=found[1], memory=memory)
     bucket = torch.randn(n, generator=torch.Generator().manual_seed(1))
     expected = bucket.numpy().copy()
     for selector, (low, high), k in ((first, (2, 10), 2), (second, (12, 24), 3)):
-        selector.start(bucket, k)
-        taken = selector.finish()
+        selector.start(bucket, [k])
+        (taken,) = selector.finish()
         indices = low + reference.largest(bucket.numpy()[low:high], k)
         assert taken.indices.tolist() == indices.tolist()
         expected[indices] = 0
@@ -332,9 +337,9 @@ class SimulatedSide:
     def zeros(self, n: int) -> torch.Tensor:
         return self._layer.zeros(n, "float32")
 
-    def selector(self, memory: Any, ranges: Any, out: Any, momentum: float, nesterov: bool) -> Any:
-        found = Found(ranges, selection.kernels(threads=4, warps=False), parts=2)
-        return SideSelector(self._layer, len(memory[0]), ranges, out, momentum, nesterov, found, memory)
+    def selector(self, memory: Any, groups: Any, out: Any, rooms: Any, momentum: float, nesterov: bool) -> Any:
+        found = Found(groups, rooms, CODE, parts=4)
+        return SideSelector(self._layer, len(memory[0]), groups, out, rooms, momentum, nesterov, found, memory)
 
 
 @pytest.mark.parametrize(

@@ -51,30 +51,34 @@ class HostSelector:
     asked for a third time."""
 
     def __init__(
-        self, memory: tuple[torch.Tensor, torch.Tensor | None], ranges: Sequence[Range], out: Array, momentum: float,
-        nesterov: bool,
+        self, memory: tuple[torch.Tensor, torch.Tensor | None], groups: Sequence[Sequence[Range]], out: Array,
+        rooms: Sequence[int], momentum: float, nesterov: bool,
     ) -> None:  # fmt: skip
         self._residual = memory[0].numpy()
         self._velocity = None if memory[1] is None else memory[1].numpy()
-        self._inside = np.concatenate([np.arange(*r, dtype=np.int32) for r in ranges])
-        self._out, self._how = out, (momentum, nesterov)
+        self._groups = [np.concatenate([np.arange(*r, dtype=np.int32) for r in ranges]) for ranges in groups]
+        self._out, self._rooms, self._how = out, rooms, (momentum, nesterov)
         self._under_way = False
         self._asked = 0
 
-    def start(self, gradient: torch.Tensor, k: int) -> None:
+    def start(self, gradient: torch.Tensor, ks: Sequence[int]) -> None:
         assert not self._under_way
         self._under_way, self._asked = True, 0
-        inside = self._inside
+        first = 0
+        for inside, room, k in zip(self._groups, self._rooms, ks, strict=True):
+            self._select(gradient, inside, k, room, self._out[first : first + HEADER + 2 * room])
+            first += HEADER + 2 * room
+
+    def _select(self, gradient: torch.Tensor, inside: Array, k: int, room: int, out: Array) -> None:
         velocity = None if self._velocity is None else self._velocity[inside]
         residual, velocity = reference.added(
             self._residual[inside], gradient.numpy()[inside], velocity, *self._how, factor=1.0
         )
         taken = reference.largest(residual, k)
-        room = (len(self._out) - HEADER) // 2
-        self._out[0] = len(taken)
-        self._out[3] = not bool(gradient.isfinite().all())
-        self._out[HEADER : HEADER + len(taken)] = inside[taken]
-        self._out[HEADER + room : HEADER + room + len(taken)] = residual[taken].view(np.int32)
+        out[0] = len(taken)
+        out[3] = not bool(gradient.isfinite().all())
+        out[HEADER : HEADER + len(taken)] = inside[taken]
+        out[HEADER + room : HEADER + room + len(taken)] = residual[taken].view(np.int32)
         residual[taken] = 0
         self._residual[inside] = residual
         if velocity is not None:
