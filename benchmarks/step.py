@@ -3,6 +3,7 @@
     python -m benchmarks.step
     python -m benchmarks.step --ranks 4 --steps 20
     python -m benchmarks.step --hosts 2 --out benchmarks/results/step.json
+    python -m benchmarks.step --device cuda
     python -m benchmarks.step --overlap
     python -m benchmarks.step --overlap --hosts 4 --rate 1gbit --compute 1.5 --steps 3 --rounds 5
 
@@ -17,6 +18,10 @@ DistributedDataParallel on gloo, plain and with its hooks, and of Horovod where 
 processes. A sample is the median of a turn's steps, on the slowest rank; those of the parts of a step are the largest
 of any rank.
 
+With `--device cuda` parameters and gradients are on GPUs, one for each rank, and DistributedDataParallel has NCCL. The
+ranks of fusion_rt combine gradients by NCCL first, unless `FUSION_NODE_REDUCTION` says otherwise. A step has ended when
+the GPU has done all that was queued. What are copies into the arena otherwise is there what queueing copies takes.
+
 *CPU* is the CPU time of all workers and daemons in a step. *GB reduced* are the gradients of all ranks together; *GB
 sent* is the number of bytes on the links of all hosts, all headers included. *Python in a worker* is the time
 inside the hooks on the gradients and in `step()` and `zero_grad()` of the distributed optimizer, less the script's own
@@ -28,6 +33,7 @@ sends and receives stays in.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -79,11 +85,15 @@ class Turns:
         found: by name of the measure and runtime, one number a turn: of this rank (times, parts), or of this host.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, idle: Callable[[], object]) -> None:
+        """Args:
+        steps: in a turn.
+        idle: waits until the device has done all that was queued.
+        """
         import fusion_rt.torch as hvd
         from benchmarks.common.stopwatch import measure_fusion
 
-        self._steps = steps
+        self._steps, self._idle = steps, idle
         self._clock = measure_fusion()
         self._watched = launch.daemon()["pid"] if hvd.local_rank() == 0 else 0
         self.found: dict[str, dict[str, list[float]]] = {}
@@ -99,6 +109,7 @@ class Turns:
             self._clock.take()
             began = time.perf_counter()
             step()
+            self._idle()
             times.append(time.perf_counter() - began)
             parts.append(self._clock.take())
         dist.barrier()
@@ -124,8 +135,8 @@ class Turns:
         return launch.cpu_seconds(self._watched) if self._watched else 0.0
 
 
-def worker(steps: int, rounds: int, names: list[str]) -> None:
-    """Measures on each rank; rank 0 prints the result."""
+def worker(steps: int, rounds: int, names: list[str], on: str) -> None:
+    """Measures on each rank, on the CPU or on a GPU of its own (`on`); rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
@@ -133,13 +144,17 @@ def worker(steps: int, rounds: int, names: list[str]) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    launch.process_group(hvd)
-    turns = Turns(steps)
+    device, idle = torch.device(on), lambda: None
+    if on == "cuda":
+        device, idle = torch.device(on, hvd.local_rank()), torch.cuda.synchronize
+        torch.cuda.set_device(device)
+    launch.process_group(hvd, "gloo" if on == "cpu" else "cpu:gloo,cuda:nccl")
+    turns = Turns(steps, idle)
     horovod: Any = peers.horovod() if HOROVOD in names else None
     runs: dict[str, Callable[[], float]] = {}
     optimizer: Any = None
     for name in (name for name in names if name != HOROVOD or horovod is not None):
-        model = silent_model()
+        model = silent_model(device)
         parameters = list(model.named_parameters())
         local: Any = torch.optim.SGD(model.parameters(), LR)
         if name == OURS:
@@ -178,8 +193,9 @@ def _turn(turns: Turns, name: str, model: Any, optimizer: Any) -> Callable[[], f
     return lambda: turns.take(name, step)
 
 
-def silent_model() -> Any:
-    """Makes a module with the parameters; its forward pass returns a number, its backward pass gives gradients."""
+def silent_model(device: Any = "cpu") -> Any:
+    """Makes a module with the parameters on a device; its forward pass returns a number, its backward pass gives
+    gradients."""
     import torch
 
     class Touch(torch.autograd.Function):
@@ -198,11 +214,12 @@ def silent_model() -> Any:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape)) for shape in shapes())
-            self.memory = [torch.zeros(shape) for shape in shapes()]
+            made = [torch.zeros(shape, device=device) for shape in shapes()]
+            self.layers = torch.nn.ParameterList(map(torch.nn.Parameter, made))
+            self.memory = [torch.zeros_like(parameter) for parameter in made]
 
         def forward(self) -> Any:
-            value = torch.zeros(())
+            value = torch.zeros((), device=device)
             for parameter, memory in zip(self.layers, self.memory, strict=True):
                 value = Touch.apply(value, parameter, memory)  # type: ignore[no-untyped-call]
             return value
@@ -234,16 +251,21 @@ def measures(found: dict[str, dict[str, list[float]]], gradients: int, ranks: in
     return made
 
 
-def measure(hosts: int, rate: str, ranks: int, turns: list[str]) -> Record:
-    """Runs the workers: on this host if `hosts` is 1, else `ranks` of them on netlab hosts with links of this rate."""
+def measure(hosts: int, rate: str, ranks: int, turns: list[str], gpu: str = "") -> Record:
+    """Runs the workers: on this host if `hosts` is 1, else `ranks` of them on netlab hosts with links of this rate; on
+    GPUs if `gpu` names them."""
     here, date = results.begin()
     command = ["-m", "benchmarks.step", "--worker", *turns]
     setting: Setting = {"hosts": hosts, "ranks": ranks}
+    variables: dict[str, str] = {}
+    if gpu:
+        variables = {"FUSION_NODE_REDUCTION": os.environ.get("FUSION_NODE_REDUCTION", "auto")}
+        setting |= {"device": gpu, "node_reduction": variables["FUSION_NODE_REDUCTION"]}
     if hosts > 1:
         setting["rate"] = rate or "unshaped"
         told = launch.on_hosts(hosts, rate or None, command, per_host=ranks // hosts)
     else:
-        told = launch.fusionrun(ranks, command)
+        told = launch.fusionrun(ranks, command, variables)
     about = told["about"]
     made = measures(told["found"], 4 * about["parameters"], ranks, hosts)
     return Record(setting, made, here, date, results.command_line(), about)
@@ -253,6 +275,7 @@ def title(record: Record) -> str:
     """Describes a setting in words."""
     setting, about = record.setting, record.details
     where = "one host" if setting["hosts"] == 1 else f"{setting['hosts']} hosts, {setting['rate']}"
+    where += f", a rank for each {setting['device']}" if "device" in setting else ""
     model = f"{about['parameters'] / 1e6:.1f} M parameters in {about['tensors']} tensors"
     return f"{model}, {setting['ranks']} ranks on {where}"
 
@@ -299,24 +322,51 @@ def main() -> None:
         "--compute", type=float, default=0.3, metavar="S", help="of a step, to hide behind (%(default)s)"
     )
     parser.add_argument("--priority", action="store_true", help="with --overlap: compare with no priorities of buckets")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (%(default)s)")
     parser.add_argument("--hosts", type=int, default=1, help="netlab hosts (root needed)")
     parser.add_argument("--rate", default="", help="of their links, such as 1gbit")
     parser.add_argument("--out", type=Path, metavar="FILE", help="of results, which are added to it")
     shared.add_worker(parser)
     arguments = parser.parse_args()
-    ranks = arguments.ranks or (2 if arguments.hosts == 1 else arguments.hosts)
-    turns = ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
+    ranks, gpu = arguments.ranks or (2 if arguments.hosts == 1 else arguments.hosts), ""
+    if arguments.device == "cuda" and not arguments.worker:
+        if arguments.overlap or arguments.hosts > 1:
+            parser.error("--device cuda measures on this host, and without --overlap")
+        ranks, gpu = gpus(parser, arguments.ranks)
+    turns = ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds), "--device", arguments.device]
     if arguments.overlap:
         _overlap(arguments, ranks, turns)
         return
     names = shared.chosen(parser, "runtime", arguments.runtimes.split(";"), dict.fromkeys(RUNTIMES), "; ")
     if arguments.worker:
-        worker(arguments.steps, arguments.rounds, [OURS, *(name for name in names if name != OURS)])
+        names = [OURS, *(name for name in names if name != OURS)]
+        worker(arguments.steps, arguments.rounds, names, arguments.device)
         return
-    record = measure(arguments.hosts, arguments.rate, ranks, [*turns, "--runtimes", ";".join(names)])
+    if gpu:
+        names = [name for name in names if name != HOROVOD]  # which is given gloo here
+    record = measure(arguments.hosts, arguments.rate, ranks, [*turns, "--runtimes", ";".join(names)], gpu)
     if arguments.out:
         results.keep(arguments.out, NAME, record)
     show(record)
+
+
+def gpus(parser: argparse.ArgumentParser, ranks: int | None) -> tuple[int, str]:
+    """Returns how many ranks there are, a GPU for each, and the GPUs' name.
+
+    Args:
+        ranks: as many as are wanted; None: one for each GPU.
+
+    Raises:
+        SystemExit: there is no GPU, or there are not as many.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU on this machine, so nothing was measured.")
+    there = torch.cuda.device_count()
+    if ranks is not None and ranks > there:
+        parser.error(f"--device cuda needs a GPU for each rank: torch finds {there}, and --ranks is {ranks}")
+    return ranks or there, torch.cuda.get_device_name()
 
 
 def _overlap(arguments: argparse.Namespace, ranks: int, turns: list[str]) -> None:

@@ -43,13 +43,16 @@ def process_group(hvd: Any, backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-def fusionrun(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
+def fusionrun(ranks: int, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Runs Python with these arguments on `ranks` workers; returns the result of rank 0.
+
+    Args:
+        variables: of the environment, besides the usual ones.
 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
     """
-    found: dict[str, Any] = _run(["-np", str(ranks)], arguments, environment())
+    found: dict[str, Any] = _run(["-np", str(ranks)], arguments, {**environment(), **(variables or {})})
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,86 @@ from benchmarks import step
 from benchmarks.common.peers import DDP
 from benchmarks.common.stopwatch import Clock
 from benchmarks.step import shapes
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is to be measured, instead of measuring it."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(step, "measure", lambda *given: asked.append(given))
+    monkeypatch.setattr(step, "show", lambda record: None)
+    return asked
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> None:
+    monkeypatch.setattr("sys.argv", ["step", *arguments])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
+    step.main()
+
+
+def test_without_a_gpu_it_says_so_in_a_sentence(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
+    with pytest.raises(SystemExit, match=r"^torch finds no GPU on this machine, so nothing was measured\.$"):
+        run(monkeypatch, "--device", "cuda")
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--ranks", "3"], "needs a GPU for each rank: torch finds 2, and --ranks is 3"),
+        (["--hosts", "2"], "--device cuda measures on this host, and without --overlap"),
+        (["--overlap"], "--device cuda measures on this host, and without --overlap"),
+    ],
+)
+def test_what_cannot_be_measured_on_gpus_is_refused(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    asked: list[Any],
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--device", "cuda", *arguments, gpus=2)
+    assert told in capsys.readouterr().err
+    assert not asked
+
+
+def test_gpus_are_measured_beside_ddp_on_nccl_with_a_rank_for_each(
+    monkeypatch: pytest.MonkeyPatch, asked: list[Any]
+) -> None:
+    run(monkeypatch, "--device", "cuda", "--runtimes", "fusion_rt;DDP;Horovod", gpus=8)
+    run(monkeypatch, "--device", "cuda", "--ranks", "2", gpus=8)
+    run(monkeypatch)
+    (hosts, _, ranks, turns, gpu), (_, _, fewer, _, _), (_, _, usual, on_cpu, nothing) = asked
+    assert (hosts, ranks, gpu, fewer, usual, nothing) == (1, 8, "H200", 2, 2, "")
+    assert turns[turns.index("--device") + 1] == "cuda"
+    assert turns[turns.index("--runtimes") + 1] == "fusion_rt;DDP"
+    assert on_cpu[on_cpu.index("--device") + 1] == "cpu"
+
+
+def test_ranks_combine_gradients_by_nccl_unless_the_script_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, str]] = []
+
+    def fusionrun(ranks: int, arguments: list[str], variables: dict[str, str]) -> dict[str, Any]:
+        given.append(variables)
+        return {"found": found(1), "about": {"parameters": 100}}
+
+    monkeypatch.setattr(step.launch, "fusionrun", fusionrun)
+    monkeypatch.delenv("FUSION_NODE_REDUCTION", raising=False)
+    for wanted in ("auto", "daemon"):
+        if wanted == "daemon":
+            monkeypatch.setenv("FUSION_NODE_REDUCTION", wanted)
+        record = step.measure(1, "", 2, [], "H200")
+        assert record.setting == {"hosts": 1, "ranks": 2, "device": "H200", "node_reduction": wanted}
+        assert given.pop() == {"FUSION_NODE_REDUCTION": wanted}
+    step.measure(1, "", 2, [])
+    assert given == [{}], "on the CPU all is as it was"
+
+
+def test_the_models_parameters_and_gradients_are_on_the_device() -> None:
+    model = step.silent_model("meta")
+    model().backward()
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {"meta"}
 
 
 def test_the_tensors_are_those_of_resnet_50() -> None:
