@@ -572,6 +572,50 @@ def test_gradients_have_the_memory_format_of_their_parameters() -> None:
         torch.testing.assert_close(net.weight.grad, hvd.allreduce(local.contiguous()))
 
 
+OPTIONS: list[dict[str, Any]] = [{}, {"overlap": "forward"}, {"backward_passes_per_step": 2}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks
+def test_gradients_whose_memory_a_script_replaces_are_still_reduced(set_to_none: bool, options: dict[str, Any]) -> None:
+    def halve(net: torch.nn.Module) -> None:
+        for parameter in net.parameters():
+            parameter.grad.data = parameter.grad.data * 0.5
+
+    _train_both(options, set_to_none, step_does=halve)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"algorithm": "bsp"}, {"algorithm": "local_sgd(steps=1)"}], ids=str)
+@pytest.mark.parametrize("at", [0, 2])
+@on_ranks
+def test_a_model_may_become_one_of_another_dtype(at: int, options: dict[str, Any]) -> None:
+    _train_both(options, True, converted_at=at)
+
+
+def _train_both(
+    options: dict[str, Any], set_to_none: bool, converted_at: int = -1, step_does: Any = lambda net: None
+) -> None:
+    """Trains on this rank's batches, two backward passes a step where the options allow it, and in one process on
+    everybody's."""
+    model, reference = make_model().float(), make_model().float()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(4):
+        for net, taken, batch in ((model, optimizer, my_batch), (reference, plain, everybodys_batch)):
+            if step == converted_at:
+                hvd.synchronize_parameters()
+                net.double()
+            taken.zero_grad(set_to_none)
+            for part in range(1 if "overlap" in options else 2):
+                inputs, labels = batch(2 * step + part)
+                loss_of(net, (inputs.to(net[0].weight.dtype), labels)).backward()
+            step_does(net)
+            taken.step()
+    hvd.synchronize_parameters()
+    assert_same(model, reference, rtol=1e-4, atol=1e-6)
+
+
 @on_ranks
 def test_parameters_of_several_dtypes_and_shapes() -> None:
     torch.manual_seed(0)

@@ -193,12 +193,16 @@ class Bucket:
         remote: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot in self.slots:
             parameter, view = slot.parameter, slot.view
+            assert view is not None
             if not slot.direct or (value := parameter.grad) is None or value.is_sparse:
                 self._gather(slot, views, values, remote)
-            elif value is not view:  # as `outgoing` does; but a call for each of so many would take twice as long
+                continue
+            if view.data_ptr() != slot.address:  # as `outgoing` does; but a call for each would take twice as long
+                view = slot.return_to_arena()
+            if value is not view:
                 slot.sparse = 0
                 parameter.grad = view
-                views.append(view)  # type: ignore[arg-type]
+                views.append(view)
                 values.append(value)
         if views:
             self._copy(views, values)
@@ -233,6 +237,8 @@ class Bucket:
     def outgoing(self, slot: Slot) -> torch.Tensor | None:
         """Returns the value to copy into a slot's view; the view itself if it is there already, None for zeros."""
         value = self.carriage.posted.value(slot)
+        if slot.direct and slot.view is not None and slot.view.data_ptr() != slot.address:
+            slot.return_to_arena()
         if value is not None and value is not slot.view:
             if self.carriage.applied.to_gradients:
                 slot.sparse = value.sparse_dim() if value.is_sparse else 0

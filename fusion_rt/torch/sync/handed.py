@@ -18,7 +18,7 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.compressors import codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 from fusion_rt.torch.sync.options import Options
-from fusion_rt.torch.sync.parameters import Named, Trained
+from fusion_rt.torch.sync.parameters import Mark, Named, Trained
 from fusion_rt.torch.sync.slots import Slot, memory_order
 from fusion_rt.torch.sync.strategies import Applied, Posted
 from fusion_rt.torch.sync.synchroniser import Synchroniser
@@ -87,7 +87,7 @@ class HandedTensors(Trained):
     def named(self) -> list[Named]:
         return self._named
 
-    def has_changed(self, ids: list[int]) -> bool:
+    def has_changed(self, marks: list[Mark]) -> bool:
         return False
 
     def group_rates(self) -> list[float]:

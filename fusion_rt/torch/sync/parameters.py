@@ -13,6 +13,8 @@ from fusion_rt import wire
 from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 
 Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]]
+Mark: TypeAlias = tuple[int, torch.dtype]
+"""A parameter's id, and its dtype, which a script may change."""
 
 
 class Named(NamedTuple):
@@ -104,11 +106,11 @@ class Trained:
             for i, j, parameter in self._places()
         ]
 
-    def has_changed(self, ids: list[int]) -> bool:
-        """Tells whether `named` returns other parameters than those with these ids, or in another order."""
+    def has_changed(self, marks: list[Mark]) -> bool:
+        """Tells whether `named` returns other parameters than those with these marks, or in another order."""
         groups = self.optimizer().__dict__["param_groups"]
-        now = [id(p) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
-        return now != ids and takes_part(self._process_set)
+        now = [(id(p), p.dtype) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
+        return now != marks and takes_part(self._process_set)
 
     def sizes(self) -> dict[str, int]:
         """Returns the number of elements of each parameter, by name."""
@@ -144,8 +146,8 @@ class TrainedShards(Trained):
     def named(self) -> list[Named]:
         return [named._replace(parameter=shard_of(named.parameter)) for named in super().named()]
 
-    def has_changed(self, ids: list[int]) -> bool:
-        return [id(named.parameter) for named in self.named()] != ids
+    def has_changed(self, marks: list[Mark]) -> bool:
+        return [(id(named.parameter), named.parameter.dtype) for named in self.named()] != marks
 
     def group_of(self, parameter: torch.Tensor) -> int:
         return next(i for i, _, found in self._places() if shard_of(found) is parameter)

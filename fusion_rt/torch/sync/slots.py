@@ -55,7 +55,8 @@ class Slot:
         seen: number of the last backward pass that has completed its gradient.
         bucket: its bucket, or None while there is no plan.
         view: its place in the bucket, in the parameter's shape and memory order; in the compressed gradient's shape, if
-            the script compresses it.
+            the script compresses it. Scripts have it as `p.grad`, where the slot is direct.
+        address: of that place.
         sparse: how many sparse dimensions its gradient has; 0: it is dense, as far as is known.
         compressed, context: the compressor's output before there was a place for it, and its context for the end.
         start, velocity: where the parameter was after the last exchange, and the outer momentum, where these count.
@@ -66,6 +67,8 @@ class Slot:
     __slots__ = (
         "_adds",
         "_hooks",
+        "_place",
+        "address",
         "bucket",
         "closed",
         "compressed",
@@ -96,6 +99,8 @@ class Slot:
         self.sparse = 0
         self.bucket: Any = None
         self.view: torch.Tensor | None = None
+        self._place: torch.Tensor | None = None  # the same memory; nobody else has this tensor
+        self.address = 0
         self.stream: torch.cuda.Stream | None = None
         self.kept: torch.Tensor | None = None
         self.compressed: torch.Tensor | None = None
@@ -108,13 +113,32 @@ class Slot:
         if not owner.hears or not self.parameter.requires_grad:
             return
         self._take_over()
-        with torch.enable_grad():  # a backward pass that finds a new parameter is without; torch 2.4 needs it
-            self._adds = torch.autograd.graph.get_gradient_edge(self.parameter).node  # nobody else keeps it alive
+        self._hear(owner)
+
+    def _hear(self, owner: GradientHooks) -> None:
+        """Has autograd tell the owner of gradients."""
+        self._adds = self._node()
         arrived = owner.arrived if device.layer.is_host(self.parameter) else _arrived_on_device
         self._hooks = (
             self._adds.register_prehook(partial(owner.arriving, self)),
             self.parameter.register_post_accumulate_grad_hook(partial(arrived, self)),  # type: ignore[no-untyped-call]
         )
+
+    def _node(self) -> Any:
+        """Returns the node of autograd that adds to `p.grad`, which nobody else keeps alive."""
+        with torch.enable_grad():  # a backward pass that finds a new parameter is without; torch 2.4 needs it
+            return torch.autograd.graph.get_gradient_edge(self.parameter).node
+
+    def follow(self) -> None:
+        """Follows a parameter that has become one of another dtype, or is on another device now: autograd adds to
+        `p.grad` by another node then."""
+        if self._hooks and self._node() is not self._adds:
+            self.forget()
+            self._hear(self.owner)
+            self.guard = None
+        for name in ("start", "velocity", "moved"):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else value.to(self.parameter))
 
     def forget(self) -> None:
         """Takes the hooks off."""
@@ -128,7 +152,7 @@ class Slot:
         if gradient is None or gradient.is_sparse or not self.direct or self.view is None:
             self.kept = gradient
         else:
-            in_arena = gradient.data_ptr() == self.view.data_ptr()
+            in_arena = gradient.data_ptr() == self.address
             self.kept = gradient.detach().clone() if in_arena else gradient
 
     def add_kept(self) -> None:
@@ -145,7 +169,19 @@ class Slot:
     def place(self, bucket: Any, flat: torch.Tensor, direct: bool) -> None:
         """Gives the slot its elements of a bucket."""
         self.bucket, self.direct = bucket, direct
-        self.view = shaped(flat, self.parameter) if self.compressed is None else flat.view(self.compressed.shape)
+        self._place = shaped(flat, self.parameter) if self.compressed is None else flat.view(self.compressed.shape)
+        self.address = self._place.data_ptr()
+        self.view = self._place[...]
+
+    def displace(self) -> None:
+        """Takes its place away, since its plan is given up."""
+        self.bucket = self.view = self._place = None
+
+    def return_to_arena(self) -> torch.Tensor:
+        """Makes the view anew, to which the script has given other memory (`p.grad.data = ...`), and returns it."""
+        assert self._place is not None
+        self.view = self._place[...]
+        return self.view
 
     def first_value(self) -> torch.Tensor:
         """Returns the value with which a home of this parameter begins: where the parameter was after the last

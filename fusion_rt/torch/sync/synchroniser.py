@@ -29,7 +29,7 @@ from fusion_rt.torch.sync.active_plan import ActivePlan
 from fusion_rt.torch.sync.buckets import Bucket, Carriage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.options import Options, Where
-from fusion_rt.torch.sync.parameters import Named, Trained, are_shards
+from fusion_rt.torch.sync.parameters import Mark, Named, Trained, are_shards
 from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, in_order
 from fusion_rt.torch.sync.when import When
@@ -85,7 +85,7 @@ class Synchroniser:
         replanning: replaces the plan by others, if anything does.
         released: the optimizer is gone.
         serial: in the order in which synchronisers were made.
-        ids: of the parameters that are exchanged.
+        marks: of the parameters that are exchanged.
     """
 
     def __init__(self, options: Options, trained: Trained, when: Callable[[Synchroniser], When]) -> None:
@@ -105,7 +105,7 @@ class Synchroniser:
         self.serial = next(_serial)
         self._prioritises = settings.priority
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
-        self.ids: list[int] = []
+        self.marks: list[Mark] = []
         self._steps = self._steps_before = 0  # all, and those that ranks need not have taken together
         self._waited = self._last_waited = 0.0
         self.when = when(self)
@@ -138,7 +138,7 @@ class Synchroniser:
             raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
                              "was made; a parameter can be reduced by one of them only")  # fmt: skip
         here, plan = runtime(), self.plan
-        if plan.here is not here or self.trained.has_changed(self.ids):
+        if plan.here is not here or self.trained.has_changed(self.marks):
             self.give_up_plan(here)
             self.watch()
         elif self.replanning is not None and self.replanning.due(here):
@@ -348,8 +348,10 @@ class Synchroniser:
         known, self._slots = self._slots, {}
         for named in self.trained.named():
             slot = known.pop(id(named.parameter), None)
+            if slot is not None:
+                slot.follow()
             self._slots[id(named.parameter)] = slot or self._slot(named)
-        self.ids = list(self._slots)
+        self.marks = [(key, slot.parameter.dtype) for key, slot in self._slots.items()]
         for slot in known.values():
             slot.forget()
 
@@ -384,6 +386,8 @@ class Synchroniser:
         for tensor in plan.sparse:
             self.when.check_sparse(order[tensor.name])
         self.plan.make(plan, order, self._carriage)
+        for slot in self.slots:
+            slot.follow()
         self.prioritise()
         self._move_selections()
         self.when.planned()
@@ -393,7 +397,7 @@ class Synchroniser:
         anew = here is not self.plan.here
         self.when.plan_given_up(anew)
         for slot in self.slots:
-            slot.bucket = slot.view = None
+            slot.displace()
         self.plan.give_up(here)
         if anew:
             self.steps.trace = here.trace

@@ -80,7 +80,7 @@ class AtStep(When):
         """Updates slots to the parameters that are trained now, before the step that changes them is taken. If they
         have changed this is an operation on all ranks."""
         sync = self.sync
-        if not sync.trained.has_changed(sync.ids):
+        if not sync.trained.has_changed(sync.marks):
             return
         if sync.is_of(runtime()):
             self._collect()
