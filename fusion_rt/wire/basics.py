@@ -14,6 +14,7 @@ MAX_NAME = 1024
 MAX_RANKS = 65536
 MAX_DIMS = 64
 MAX_GROUPS = 64  # parameter groups of an optimizer that runs at a home
+NOT_AT_HOMES = {"LBFGS": "closure", "SparseAdam": "sparse gradients"}  # optimizers, and their needs
 MAX_TEXT = 256 * 1024  # characters
 MAX_LINE = 512  # characters of a line about where a worker is
 MAX_FRAMES = 32  # calls of a stack

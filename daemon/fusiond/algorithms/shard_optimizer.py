@@ -21,7 +21,6 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 
 Array = npt.NDArray[Any]
-_REFUSED = ("LBFGS", "SparseAdam")  # need a closure, or sparse gradients
 _PLAIN = {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
 
 
@@ -190,8 +189,8 @@ def _torch_class(name: str) -> tuple[Any, Any]:
 
     kind = vars(torch.optim).get(name)
     known = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    if not known or name in _REFUSED:
-        but = " and ".join(_REFUSED)
+    if not known or name in wire.NOT_AT_HOMES:
+        but = " and ".join(wire.NOT_AT_HOMES)
         raise ShardOptimizerError(
             f"a shard cannot have the optimizer {name}; it can those of torch.optim, but for {but}"
         )

@@ -183,6 +183,11 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
             f"with this algorithm shards take the steps, by an optimizer of torch.optim, which {kind.__module__}."
             f"{kind.__name__} is not; use one of these, or another algorithm"
         )
+    if (needs := wire.NOT_AT_HOMES.get(kind.__name__)) is not None:
+        raise ValueError(
+            f"with this algorithm shards take the steps, and they have no {needs} for {kind.__name__}; "
+            "use another optimizer, or an algorithm whose ranks take their own steps"
+        )
     if len(optimizer.param_groups) > wire.MAX_GROUPS:
         raise ValueError(f"the optimizer has {len(optimizer.param_groups)} parameter groups, and shards can have "
                          f"{wire.MAX_GROUPS}")  # fmt: skip

@@ -658,6 +658,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attempt("asp", kind=Plain),
         r"shards take the steps, by an optimizer of torch.optim, which .*\.Plain is not; use one of these, or another",
     ),
+    "a closure at shards": (
+        lambda: attempt("bsp", kind=torch.optim.LBFGS),
+        "shards take the steps, and they have no closure for LBFGS; use another optimizer, or an algorithm whose ranks",
+    ),
+    "sparse gradients at shards": (
+        lambda: attempt("asp", kind=torch.optim.SparseAdam),
+        "shards take the steps, and they have no sparse gradients for SparseAdam; use another optimizer, or an algorit",
+    ),
     "nobody left": (
         lambda: attempt("partial(backup=4)"),
         r"partial\(backup=4\) would wait for nobody: there are 4 ranks, and 4 are backups",
