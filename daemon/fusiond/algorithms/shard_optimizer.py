@@ -101,7 +101,8 @@ class TorchOptimizer(ShardOptimizer):
             for tensor in probes.values():
                 tensor.grad = torch.zeros_like(tensor)
             probe.step()
-            self._optimizer = kind(arguments)
+            # Some (Adagrad's initial sums) are taken from the call, and not from groups.
+            self._optimizer = kind(arguments, **{name: arguments[0][name] for name in names & arguments[0].keys()})
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ShardOptimizerError(f"a shard cannot have the optimizer {spec.name}: {error}") from None
         self._ordered = [parameter for number in self._groups for parameter in groups[number]]

@@ -185,6 +185,7 @@ BSP: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "groups": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.0),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
 }
 
 
