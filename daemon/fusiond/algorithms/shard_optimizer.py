@@ -101,8 +101,10 @@ class TorchOptimizer(ShardOptimizer):
             for tensor in probes.values():
                 tensor.grad = torch.zeros_like(tensor)
             probe.step()
-            # Some (Adagrad's initial sums) are taken from the call, and not from groups.
-            self._optimizer = kind(arguments, **{name: arguments[0][name] for name in names & arguments[0].keys()})
+            # Some (Adagrad's initial sums) are taken from the call, and not from groups; what a group does not say has
+            # its usual value all the same, and not that of the first group.
+            whole_groups = [{**probe.defaults, **given} for given in arguments]
+            self._optimizer = kind(whole_groups, **{name: arguments[0][name] for name in names & arguments[0].keys()})
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ShardOptimizerError(f"a shard cannot have the optimizer {spec.name}: {error}") from None
         self._ordered = [parameter for number in self._groups for parameter in groups[number]]
