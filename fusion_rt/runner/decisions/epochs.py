@@ -145,6 +145,8 @@ class Epochs:
         """The daemon of a host says that every process of the epoch is up."""
         if number == self.number:
             self._workers.note_started(host)
+            if self._workers.is_up:
+                self._hosts.settle()
             if self._workers.is_up and not self._start.is_over:
                 self._start.is_over = True
                 self._look()

@@ -69,6 +69,7 @@ class HostStates:
         self._serials: dict[str, int] = {}  # of the last daemon that was started on a host
         self._taking_part: dict[str, int] = {}  # the daemon of each host in the last epoch
         self._misses: set[tuple[str, int, str, int]] = set()  # who, with which daemon, takes whom for lost
+        self._apart: set[frozenset[str]] = set()  # hosts of which one took the other for lost since an epoch was up
         self.present: dict[str, HostState] = {}
         self.nodes: list[str] = []
 
@@ -186,15 +187,22 @@ class HostStates:
         again."""
         if host != by and host in self._taking_part and by in self._taking_part:
             self._misses.add((by, self._taking_part[by], host, self._taking_part[host]))
+            self._apart.add(frozenset((by, host)))
             self.probe([host])
+
+    def settle(self) -> None:
+        """An epoch is up: what kept hosts apart before is over."""
+        self._apart.clear()
 
     def part(self, order: Sequence[str]) -> None:
         """Chooses between hosts whose daemons do not speak to each other: as few as possible are left out, and if that
-        leaves a choice, the later ones in this order. So of a network that fell apart the larger part goes on, or that
-        of the first host. The daemons of the others are replaced."""
+        leaves a choice, those that more hosts have taken for lost since an epoch was up, and then the later ones in
+        this order. So of a network that fell apart the larger part goes on, or that of the first host, also if the
+        losses were noticed one after the other. The daemons of the others are replaced."""
+        lately = Counter(name for pair in self._apart for name in pair)
         while counts := Counter(name for pair in self._at_odds() for name in pair):
             later = {name: order.index(name) if name in order else len(order) for name in counts}
-            self.present[max(counts, key=lambda name: (counts[name], later[name]))].is_stale = True
+            self.present[max(counts, key=lambda name: (counts[name], lately[name], later[name]))].is_stale = True
 
     def _at_odds(self) -> set[frozenset[str]]:
         """Pairs of hosts of which one's present daemon takes the other's for lost."""

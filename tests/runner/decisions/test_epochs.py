@@ -514,6 +514,30 @@ def test_of_two_hosts_that_miss_each_other_the_first_goes_on() -> None:
     assert world.calls[-1] == ("daemon", "b", 2)
 
 
+def test_who_has_lost_one_host_after_the_other_is_taken_for_the_one_that_is_cut_off() -> None:
+    """a is cut off from b and c, and notices that it does not hear c before anybody notices more."""
+    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world.up()
+    world.cut_off.add("c")
+    world.epochs.missed("a", 1, (2,))
+    world.epochs.answered("c")
+    world.ask("a", "b")
+    world.ask("c")
+    assert world.places is not None
+    assert (world.epochs.number, world.places.names) == (2, ("a", "b"))
+    world.epochs.missed("a", 2, (1,))
+    world.epochs.missed("b", 2, (0,))
+    for host in "ab":
+        world.epochs.answered(host)
+    world.ask("a", "b")
+    assert (world.epochs.number, world.places.names) == (3, ("b",)), "c may reach b"
+    world.start_up()
+    world.cut_off.clear()
+    world.listen("c")
+    world.ask(error="")
+    assert set(world.places.names) == {"b", "c"}
+
+
 def test_a_host_does_not_try_for_ever_to_reach_a_daemon_that_is_gone() -> None:
     world = World("a:1,b:1", Limits(2, 2))
     world.up()
