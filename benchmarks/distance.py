@@ -37,6 +37,7 @@ SIZES = (25_600_000, 102_400_000)
 RATE = "1gbit"
 SLOW_PAIR = "delay:40ms,rate:100mbit"
 _PCCL_PORT = 48500
+_PCCL_POOL = 16  # connections a peer, as its authors measure
 
 
 def worker(sizes: list[int], rounds: int, names: list[str]) -> None:
@@ -50,7 +51,7 @@ def worker(sizes: list[int], rounds: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     launch.process_group(hvd)
     found: dict[str, dict[str, list[float]]] = {}
-    with_pccl = pccl(hvd) if PCCL in names else None
+    with_pccl = open_pccl(hvd) if PCCL in names else None
     for nbytes in sizes:
         arena = hvd.empty(nbytes // 4, dtype=torch.float32)
         plain = torch.ones(nbytes // 4, dtype=torch.float32)
@@ -60,7 +61,7 @@ def worker(sizes: list[int], rounds: int, names: list[str]) -> None:
             GLOO: lambda t=plain: dist.all_reduce(t, op=dist.ReduceOp.SUM),  # type: ignore[misc]
         }
         if with_pccl is not None:
-            calls[PCCL] = lambda t=plain: with_pccl(t)  # type: ignore[misc]
+            calls[PCCL] = lambda t=plain: with_pccl.reduce(t)  # type: ignore[misc]
         turns = {name: _turn(call) for name, call in calls.items() if name in names}
         samples = sampling.alternate(turns, rounds, warm_up=1, first=dist.barrier)
         assert float(arena[-1]) == 1.0
@@ -71,6 +72,8 @@ def worker(sizes: list[int], rounds: int, names: list[str]) -> None:
     if hvd.rank() == 0:
         chosen = [{name: peer[name] for name in ("connections", "link_credit")} for peer in peers]
         launch.tell({"samples": found, "chosen": chosen})
+    if with_pccl is not None:
+        with_pccl.close()
     dist.destroy_process_group()
     hvd.shutdown()
 
@@ -84,31 +87,46 @@ def _turn(call: Callable[[], Any]) -> Callable[[], float]:
     return turn
 
 
-def pccl(hvd: Any) -> Callable[[Any], None] | None:
-    """Returns PCCL's all-reduce of a tensor with a pool of 16 connections, as its authors measure; None if it is not
-    installed."""
+class Pccl:
+    """PCCL's all-reduce of a tensor with a pool of connections, as its authors measure. `open_pccl` makes one."""
+
+    def __init__(self, module: Any, hvd: Any) -> None:
+        self._sum = module.ReduceOp.SUM
+        self._barrier = hvd.barrier
+        self._master = module.MasterNode(listen_address=f"0.0.0.0:{_PCCL_PORT}") if hvd.rank() == 0 else None
+        if self._master is not None:
+            self._master.run()
+        self._barrier()
+        self._communicator = module.Communicator(f"{os.environ[launch.MEETING]}:{_PCCL_PORT}", 0, _PCCL_POOL)
+        self._communicator.connect(n_attempts=15)
+        while self._communicator.get_attribute(module.Attribute.GLOBAL_WORLD_SIZE) < hvd.size():
+            self._communicator.update_topology()
+
+    def reduce(self, tensor: Any) -> None:
+        """Adds up a tensor over all ranks, in place. Raises RuntimeError where that fails."""
+        done, status, _ = self._communicator.all_reduce_async(tensor, tensor, op=self._sum).wait()
+        if not done:
+            raise RuntimeError(f"PCCL's all-reduce has failed with status {status}")
+
+    def close(self) -> None:
+        """Ends it on all ranks; the master last, whose end waits for an interruption."""
+        self._communicator = None
+        self._barrier()
+        if self._master is not None:
+            self._master.interrupt()
+            self._master = None
+
+
+def open_pccl(hvd: Any) -> Pccl | None:
+    """Connects the ranks by PCCL; None where it is not installed."""
     try:
         module: Any = importlib.import_module("pccl")
     except ImportError:
         return None
-    host, rank, size = os.environ[launch.MEETING], hvd.rank(), hvd.size()
-    master = module.MasterNode(listen_address=f"0.0.0.0:{_PCCL_PORT}") if rank == 0 else None
-    if master is not None:
-        master.run()
-    hvd.barrier()
-    communicator = module.Communicator(f"{host}:{_PCCL_PORT}", 0)
-    communicator.connect(n_attempts=15)
-    while communicator.get_attribute(module.Attribute.GLOBAL_WORLD_SIZE) < size:
-        communicator.update_topology()
-
-    def reduce(tensor: Any) -> None:
-        communicator.all_reduce_async(tensor, tensor, op=module.ReduceOp.SUM).wait()
-
-    reduce.kept = master  # type: ignore[attr-defined]
-    return reduce
+    return Pccl(module, hvd)
 
 
-def two_hosts(trip: float, loss: str, control: str, sizes: list[int], rounds: int) -> Record:
+def two_hosts(trip: float, loss: str, control: str, sizes: list[int], rounds: int, runtimes: str) -> Record:
     """Measures two hosts at `RATE`; `trip`: ms of a round trip."""
     from benchmarks.netlab import Netlab, Path
     from benchmarks.netlab.paths import share
@@ -116,6 +134,7 @@ def two_hosts(trip: float, loss: str, control: str, sizes: list[int], rounds: in
     here, date = results.begin()
     lab = Netlab(2, RATE, path=Path(delay=trip / 2e3, loss=share(loss)), congestion=control)
     command = ["-m", f"benchmarks.{NAME}", "--worker", "--rounds", str(rounds), "--sizes", ",".join(map(str, sizes))]
+    command += ["--runtimes", runtimes]
     with lab:
         found = launch.on_lab(lab, command)
     measures = [Measure(tables.nbytes(int(size)), "s", rows, GLOO) for size, rows in found["samples"].items()]
@@ -195,7 +214,7 @@ def _records(part: str, arguments: Any, sizes: list[int]) -> Any:
     for trip in arguments.trips.split(","):
         for loss in arguments.losses.split(","):
             for control in arguments.controls.split(","):
-                yield two_hosts(float(trip), loss, control, sizes, arguments.rounds)
+                yield two_hosts(float(trip), loss, control, sizes, arguments.rounds, arguments.runtimes)
 
 
 if __name__ == "__main__":
