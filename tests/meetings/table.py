@@ -63,7 +63,7 @@ def _page(outcomes: Mapping[Cell, Outcome], sentences: Mapping[Pair, str]) -> st
     for kind in kinds:
         names = [frozenset((algorithm, kind)) in sentences for algorithm in cells.ALGORITHMS]
         lines.append(_row([kind, *("no" if refused else "yes" for refused in names)]))
-    lines += ["", "What is refused, and what is said of it (of the first, where there are several):", ""]
+    lines += ["", "Combinations that are refused, with the error (of the first, where there are several):", ""]
     order = [*SCRIPTS, *kinds, *cells.ALGORITHMS]
     together: dict[str, list[str]] = {}
     for pair in sorted(sentences, key=lambda pair: sorted(map(order.index, pair))):
