@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -80,6 +80,16 @@ class PlanState:
     def groups(self) -> tuple[int, ...]:
         """How many parameter groups each bucket needs learning rates for."""
         return tuple(1 + max((tensor.group for tensor in bucket.tensors), default=0) for bucket in self.plan.buckets)
+
+    def wrong_rates(self, bucket: int, rates: Sequence[float]) -> str:
+        """Returns why a home cannot take a step at these learning rates; empty if it can."""
+        if self.spec.signal is not chosen.Signal.GRADIENT:
+            return ""
+        if len(rates) < self.groups[bucket]:
+            return f"it has {len(rates)} learning rates for at least {self.groups[bucket]} parameter groups"
+        if not all(map(math.isfinite, rates)):
+            return f"its learning rates {list(rates)} are not all finite"
+        return ""
 
     @cached_property
     def home_algorithm(self) -> HomeAlgorithm[Any]:

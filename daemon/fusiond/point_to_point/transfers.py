@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusion_rt import wire
-from fusion_rt.core.errors import WireError
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
+from fusiond.core.assembly import BytesInPieces
 from fusiond.core.contribution import Array
 from fusiond.operations.context import Context
 from fusiond.point_to_point.calls import Message, SendCall
@@ -19,12 +19,11 @@ _SOURCE, _TARGET = range(2)  # positions
 
 @dataclass(slots=True)
 class _Incoming:
-    """A message that comes. `left`: bytes that have not."""
+    """A message that comes, under the credit of a port."""
 
     message: Message
-    memory: Array
+    assembly: BytesInPieces
     port: FlowPort
-    left: int
 
 
 class Transfers:
@@ -75,7 +74,7 @@ class Transfers:
             self._received(message)
             return
         port = self._port(message.key, (message.node, self._context.node), lambda: None)
-        self._incoming[message.key] = _Incoming(message, memory, port, message.nbytes)
+        self._incoming[message.key] = _Incoming(message, BytesInPieces(message.key.in_words, memory), port)
 
     def forget(self, key: OpKey) -> None:
         """A message is given up: what still comes of it is dropped."""
@@ -93,22 +92,16 @@ class Transfers:
         return not (self._outgoing or self._incoming)
 
     def chunk(self, node: int, chunk: wire.MessageChunk, payload: memoryview) -> None:
-        """A chunk has come. Raises `WireError` if it is no part of its message."""
+        """A chunk has come. Raises `WireError` if it is no part of its message, or came before."""
         found = self._incoming.get(chunk.key)
         if found is None or found.message.node != node:
             self.dropped += 1
             return
-        end = chunk.start + len(payload)
-        if end > found.message.nbytes or len(payload) > found.left:
-            raise WireError(
-                f"bytes {chunk.start} to {end} are more than is left of a message of {found.message.nbytes} bytes"
-            )
-        found.memory[chunk.start : end] = payload
-        found.left -= len(payload)
+        is_whole = found.assembly.add(chunk.start, payload)
         name, clock = chunk.key.name, chunk.key.clock
         self._context.trace.record(Kind.TAKEN, name, len(payload), clock, 0, 0, node)
         found.port.consumed(_SOURCE, len(payload))
-        if not found.left:
+        if is_whole:
             del self._incoming[chunk.key]
             found.port.finish()
             self._received(found.message)

@@ -5,15 +5,14 @@ A contribution goes from the worker's arena to its home (encoded, where that is 
 algorithm, and is answered into the arena:
 
     push_pull.py       contributions of local workers, which wait for answers
-    reassembly.py      pieces from peers, put together to messages (messages.py); checks.py refuses impossible ones
+    reassembly.py      pieces from peers, checked, and put together to messages (messages.py, which has their codecs)
     server.py          the homes here, and the threads that work on them; hosted_home.py: one home and its queue
     actions.py         the steps of an algorithm, carried out: answers, messages, refusals
     timeouts.py        contributions that have waited too long
     checkpoint.py      the saved state of homes and contributions
     occupied.py        ranks that wait in other operations, for which homes do not wait
 
-`service.py` joins them. They share `node.py`: this node and its way to the others; `message_codecs.py`: the codecs of
-messages; `staleness.py`: the meters.
+`service.py` joins them. They share `node.py`: this node and its way to the others; `staleness.py`: the meters.
 """
 
 from fusiond.shards.service import ParameterService

@@ -15,7 +15,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.operations.thread_work import Act
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.message_codecs import MessageCodecs
+from fusiond.shards.messages import MessageCodecs
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
 from fusiond.shards.server import HomeServer
 

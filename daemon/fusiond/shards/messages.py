@@ -1,4 +1,4 @@
-"""Messages to and from homes: all values of a bucket as bytes and back, and cut into pieces.
+"""Messages to and from homes: all values of a bucket as bytes and back, by its codecs, and cut into pieces.
 
 Unlike the chunks of a collective, a message is there as a whole before anything is done with it, and needs no credit: a
 worker posts again only when it has been answered, so what is under way is bounded by the number of ranks.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 from msgspec.structs import replace
 
-from fusion_rt import wire
-from fusion_rt.codecs.base import Array, BucketCodec
-from fusion_rt.core.errors import WireError
+from fusion_rt import codecs, wire
+from fusion_rt.codecs import BucketCodec, layout_of
+from fusion_rt.codecs.base import Array
+from fusion_rt.codecs.dense import Dense
+from fusiond.buckets.plans import PlanState
 
 
 def pack(codec: BucketCodec, values: Array) -> memoryview:
@@ -37,35 +38,50 @@ def pieces(message: wire.Piece, payload: memoryview, chunk_bytes: int) -> Iterat
         yield replace(message, start=start), payload[start : start + chunk_bytes]
 
 
-class PartialMessage:
-    """A message whose pieces come in any order. It is as large as the first piece says, which was checked, and takes
-    memory for what has come."""
+class MessageCodecs:
+    """Opens the codecs of messages, and keeps those that all share."""
 
-    def __init__(self, message: wire.Piece) -> None:
-        self.message = replace(message, start=0)
-        self._buffer = np.empty(message.nbytes, np.uint8)  # whose pages are there once they are written
-        self._missing = message.nbytes
-        self._ends: dict[int, int] = {}  # of each piece, by its start
+    def __init__(self) -> None:
+        self._decoders: dict[tuple[int, int], BucketCodec] = {}  # by plan and bucket
+        self._plain: dict[tuple[int, int], BucketCodec] = {}
 
-    def add(self, piece: wire.Piece, payload: memoryview) -> memoryview | None:
-        """Takes a piece. Returns the message when it is whole.
+    def open(self, state: PlanState, bucket: wire.Bucket, remembers: bool = True) -> BucketCodec:
+        """Opens a bucket's codec, for one user.
 
-        Raises:
-            WireError: the piece is of another message, empty, too long, came before, or overlaps others.
+        Args:
+            remembers: adds what it has not sent to what it sends next; else that is lost.
         """
-        start, end = piece.start, piece.start + len(payload)
-        if replace(piece, start=0) != self.message or start in self._ends or not start < end <= piece.nbytes:
-            raise WireError(f"a piece of a {piece.kind} of bucket {piece.bucket} does not fit the others")
-        self._ends[start] = end
-        self._buffer[start:end] = np.frombuffer(payload, np.uint8)
-        self._missing -= len(payload)
-        if self._missing < 0 or (not self._missing and not self._whole()):
-            raise WireError(f"pieces of a {piece.kind} of bucket {piece.bucket} overlap")
-        return None if self._missing else self._buffer.data
+        codec = _codec(state)
+        return codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
 
-    def _whole(self) -> bool:
-        """Returns whether each piece begins where another one ends."""
-        end = 0
-        while end in self._ends:
-            end = self._ends[end]
-        return end == self.message.nbytes
+    def decoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
+        """Returns the codec that decodes messages of a bucket. Several threads may use it at the same time."""
+        key = state.plan.id, bucket.index
+        decoder = self._decoders.get(key)
+        if decoder is None:
+            decoder = self._decoders[key] = self.open(state, bucket, remembers=False)
+        return decoder
+
+    def plain(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
+        """Returns the codec of messages that have a bucket's values as they are. Several threads may use it."""
+        key = state.plan.id, bucket.index
+        plain = self._plain.get(key)
+        if plain is None:
+            plain = self._plain[key] = Dense().open(layout_of(bucket))
+        return plain
+
+    def encoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
+        """Returns a codec that encodes one message of a home. One that selects has scratch memory of its own even
+        if what it leaves out is lost."""
+        if _codec(state).stateful:
+            return self.open(state, bucket, remembers=False)
+        return self.decoder(state, bucket)
+
+    def drop(self, plan: int) -> None:
+        """The plan is no longer active."""
+        self._decoders = {key: decoder for key, decoder in self._decoders.items() if key[0] != plan}
+        self._plain = {key: plain for key, plain in self._plain.items() if key[0] != plan}
+
+
+def _codec(state: PlanState) -> codecs.Codec:
+    return codecs.parse(state.plan.reduction.codec)

@@ -14,9 +14,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
-from fusiond.shards.checks import wrong_rates
-from fusiond.shards.message_codecs import MessageCodecs
-from fusiond.shards.messages import pack, unpack
+from fusiond.shards.messages import MessageCodecs, pack, unpack
 from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.staleness import Meters
 
@@ -160,7 +158,7 @@ class PushPullClients:
             raise RequestError(
                 f"rank {rank} asks for the shard of bucket {bucket.index} of plan {plan.id}: it has none"
             )
-        if posted.kind == "post" and (wrong := wrong_rates(state, bucket, posted.rates)):
+        if posted.kind == "post" and (wrong := state.wrong_rates(bucket.index, posted.rates)):
             raise RequestError(f"rank {rank} posts to bucket {bucket.index} of plan {plan.id}, and {wrong}")
         client.post, client.since = posted, self._here.outside.clock()
         posted.clock, posted.version, posted.arrived = client.clock, client.version, client.since

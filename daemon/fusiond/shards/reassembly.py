@@ -1,20 +1,47 @@
-"""The reassembly of messages from the pieces that peers send, which may come before their plan."""
+"""The reassembly of messages from the pieces that peers send, which may come before their plan, and are checked before
+anything is done with them."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from typing import get_args
+
+import numpy as np
+from msgspec.structs import replace
 
 from fusion_rt import wire
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusiond.buckets.plans import PlanState
-from fusiond.shards.checks import check_piece
-from fusiond.shards.message_codecs import MessageCodecs
-from fusiond.shards.messages import PartialMessage
+from fusiond.core.assembly import BytesInPieces
+from fusiond.shards.messages import MessageCodecs
 from fusiond.shards.node import ThisNode
 
 _MAX_EARLY = 4096  # pieces that may come before their plan
 _MAX_EARLY_BYTES = 1 << 32  # of their payloads
 _MAX_OPEN = 8  # messages from a rank to a home, or back, that may be incomplete
+_MAX_SENTENCE = 64 * 1024  # bytes of the reason for which a contribution is refused
+
+
+class PartialMessage:
+    """A message whose pieces come in any order. It is as large as the first piece says, which was checked, and takes
+    memory for what has come."""
+
+    def __init__(self, message: wire.Piece) -> None:
+        self._message = replace(message, start=0)
+        self._buffer = np.empty(message.nbytes, np.uint8)  # whose pages are there once they are written
+        self._assembly = BytesInPieces(_in_words(message), self._buffer)
+
+    def add(self, piece: wire.Piece, payload: memoryview) -> memoryview | None:
+        """Takes a piece. Returns the message when it is whole.
+
+        Raises:
+            WireError: the piece is of another message, empty, too long, came before, or overlaps others.
+        """
+        if replace(piece, start=0) != self._message:
+            raise WireError(f"a piece of {_in_words(piece)} does not fit the others, which say something else of it")
+        return self._buffer.data if self._assembly.add(piece.start, payload) else None
 
 
 class Reassembly:
@@ -55,7 +82,7 @@ class Reassembly:
         Raises:
             WireError: there can be no such message.
         """
-        check_piece(self._here, self._codecs, node, state, piece)
+        _check(self._here, self._codecs, node, state, piece)
         if not piece.start and len(payload) == piece.nbytes:
             return payload
         key = (node, piece.plan, piece.bucket, piece.home, piece.rank, piece.kind, piece.clock)
@@ -77,3 +104,56 @@ class Reassembly:
         """The job cannot go on."""
         self._assemblies.clear()
         self._early.clear()
+
+
+def _in_words(piece: wire.Piece) -> str:
+    return f"the {piece.kind} of rank {piece.rank} for bucket {piece.bucket}"
+
+
+def _check(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanState, piece: wire.Piece) -> None:
+    """Raises `WireError` unless this node can get such a piece from that one."""
+    if not _fits(here, node, state, piece):
+        raise WireError(f"no {piece.kind} of rank {piece.rank} for bucket {piece.bucket} can come from it")
+    bucket = state.plan.buckets[piece.bucket]
+    what = _in_words(piece)
+    limit = bucket.numel * DTYPES[bucket.dtype].itemsize
+    if piece.kind in ("seed", "reseed") and piece.nbytes != limit:
+        raise WireError(f"{what} has {piece.nbytes} bytes instead of {limit}")
+    if piece.kind == "refused":
+        limit = _MAX_SENTENCE
+    elif piece.kind in ("pass", "want"):
+        limit = 0
+    elif piece.kind == "told":
+        limit = 8 * (1 + 2 * len(state.members.set.ranks))
+    elif piece.kind not in ("seed", "reseed"):
+        limit = max(limit, codecs.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
+    if piece.nbytes > limit:
+        raise WireError(f"{what} has {piece.nbytes} bytes, and {limit} is the most")
+    if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
+        raise WireError(f"{what} has the notes {list(piece.notes)}, which say nothing")
+    if piece.kind == "post" and (wrong := state.wrong_rates(bucket.index, piece.rates)):
+        raise WireError(f"{what} cannot be taken in: {wrong}")
+    if not (0 < piece.weight < math.inf):
+        raise WireError(f"{what} has the weight {piece.weight}, which has to be above 0")
+
+
+def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> bool:
+    """Returns whether a node sends this kind of piece, of this rank and bucket, to this node."""
+    plan, ranks = state.plan, state.members.set.ranks
+    fits = piece.bucket < len(plan.buckets) and piece.rank in ranks
+    if fits and plan.homes:
+        home = plan.homes[piece.bucket]
+        if piece.kind in ("answer", "refused"):
+            fits = home == node and piece.rank in state.members.local
+        elif piece.kind == "told":
+            fits = state.home_algorithm.tells
+            fits = fits and plan.homes[0] == node and home == here.node and piece.bucket > 0
+            fits = fits and piece.nbytes % 8 == 0
+        else:
+            fits = piece.kind in get_args(wire.PostKind) and home == here.node
+            fits = fits and here.topology.node_of(piece.rank) == node
+        fits = fits and piece.home == -1
+    elif fits:
+        fits = piece.kind in ("mix", "mean", "pass", "want") and here.topology.node_of(piece.rank) == node
+        fits = fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local
+    return fits

@@ -26,8 +26,7 @@ from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.actions import Actions
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.message_codecs import MessageCodecs
-from fusiond.shards.messages import unpack
+from fusiond.shards.messages import MessageCodecs, unpack
 from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.push_pull import CLOCKS_OF_A_JOIN, PushPullClient, PushPullClients
 

@@ -14,7 +14,7 @@ from fusiond.core.dispatch import Handlers
 from fusiond.operations.context import Context
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
-from fusiond.shards.message_codecs import MessageCodecs
+from fusiond.shards.messages import MessageCodecs
 from fusiond.shards.node import ThisNode
 from fusiond.shards.occupied import Occupied, Operations
 from fusiond.shards.push_pull import PushPullClients

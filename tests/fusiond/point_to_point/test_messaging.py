@@ -422,8 +422,19 @@ def test_data_beyond_the_end_of_a_message_is_refused(start: int, nbytes: int) ->
     from_node_1(mail, wire.MessageSent(0, 1, 0, 0, 0, 9000))
     mail.receive(0, 1, 9000)
     key = wire.message_key(0, 1, 0, 0)
-    with pytest.raises(WireError, match="more than is left of a message of 9000 bytes"):
+    with pytest.raises(WireError, match="do not fit the others: it has 9000, of which 9000 are missing"):
         from_node_1(mail, wire.MessageChunk(key, 0, 0, start, 0), payload=bytes(nbytes))
+
+
+@pytest.mark.parametrize("second", [0, 1000, 4000])
+def test_data_of_a_message_that_comes_twice_is_not_taken_for_the_rest_of_it(second: int) -> None:
+    mail = Mail([1, 1])
+    from_node_1(mail, wire.MessageSent(0, 1, 0, 0, 0, 9000))
+    mail.receive(0, 1, 9000)
+    key = wire.message_key(0, 1, 0, 0)
+    from_node_1(mail, wire.MessageChunk(key, 0, 0, 0, 0), payload=bytes(4500))
+    with pytest.raises(WireError, match=r"do not fit the others|overlap"):
+        from_node_1(mail, wire.MessageChunk(key, 0, 0, second, 0), payload=bytes(4500))
 
 
 def test_what_is_about_no_message_changes_nothing() -> None:

@@ -16,7 +16,8 @@ from fusion_rt.codecs import CodecError, Layout, open_bucket
 from fusion_rt.codecs.base import Span
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
-from fusiond.shards.messages import PartialMessage, pack, pieces, unpack
+from fusiond.shards.messages import pack, pieces, unpack
+from fusiond.shards.reassembly import PartialMessage
 
 MESSAGE = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)
 CODECS = ["dense", "fp16", "bf16", "topk(density=0.1, minimum=0)", "randomk(density=0.1, minimum=0)", "int8(minimum=0)",
@@ -95,7 +96,9 @@ def test_a_piece_that_does_not_fit_is_refused(
 ) -> None:
     assembly = PartialMessage(first[0])
     assert assembly.add(*first) is None
-    with pytest.raises(WireError, match=r"of a post of bucket 2 (do|does) not fit the others|of bucket 2 overlap"):
+    with pytest.raises(
+        WireError, match=r"the post of rank 3 for bucket 2 (do|does) not fit the others|for bucket 2 overlap"
+    ):
         assembly.add(*second)
 
 

@@ -126,8 +126,8 @@ def test_what_is_of_another_epoch_or_of_an_old_plan_is_not_looked_at() -> None:
         ({"weight": float("nan")}, "has the weight nan"),
         ({"weight": 0.0}, "has the weight 0.0"),
         ({"weight": float("inf")}, "has the weight inf"),
-        ({"start": 1}, "does not fit the others"),
-        ({"nbytes": 4}, "does not fit the others"),
+        ({"start": 1}, "do not fit the others"),
+        ({"nbytes": 4}, "do not fit the others"),
     ],
 )
 def test_a_piece_that_no_node_would_send_is_refused(changes: dict[str, object], why: str) -> None:
