@@ -14,14 +14,14 @@ _HEAD = """\
 
 <!-- Written by `python -m fusion_rt.settings_page`; change fusion_rt/settings.py instead. -->
 
-Every flag of `fusionrun`, environment variable and YAML key (`--config-file`). A value is found in this order: flag,
-YAML file, environment variable, default. Flags may be abbreviated as long as they are unique (`--slots`), and end with
-the first word that is no flag; a value that starts with a dash needs the equals sign (`--mpi-args="-x A"`).
+This page lists every flag of `fusionrun`, environment variable and YAML key (`--config-file`). A value is found in this
+order: flag, YAML file, environment variable, default. Flags may be abbreviated as long as they are unique (`--slots`).
+They end with the first word that is no flag. A value that starts with a dash needs the equals sign (`--mpi-args="-x A"`).
 
-Sizes and durations take suffixes everywhere (`64MiB`, `500kB`, `1ms`, `2min`). What a bare number counts is as Horovod
-has it, and said in the row. Switches are 1 or 0 in variables, true or false in YAML.
+Sizes and durations take suffixes everywhere (`64MiB`, `500kB`, `1ms`, `2min`). The row gives the unit of a bare number,
+which is Horovod's. Switches are 1 or 0 in variables, true or false in YAML.
 
-What stands before the dot of a YAML key is a mapping:
+A YAML key with a dot is a key within a mapping:
 
 ```yaml
 params:
@@ -31,8 +31,8 @@ stall_check:
 ```
 """
 _COMPATIBLE = """\
-So that lines for `horovodrun` work as they are; one warning in all names those that were used. Where Horovod reads a
-variable, it is set for the workers.
+Command lines for `horovodrun` work as they are. One warning names all of these settings that were used. If Horovod reads
+a variable, it is set for the workers.
 """
 
 
