@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.diagnosis.cases import FAULTS, clean, faulty
 from tests.diagnosis.scoring import judge, score
 
 FIRST = 5_000
 
 
+@pytest.mark.timeout(600)  # all in one thread: 13 s of a processor, of which a busy machine may give it a twentieth
 def test_faults_are_named_with_what_they_cost_and_nothing_else_is() -> None:
     """2 of each kind of fault."""
     verdicts = [judge(faulty(seed)) for seed in range(FIRST, FIRST + 2 * len(FAULTS))]
