@@ -375,7 +375,7 @@ class Bucket:
         """Waits for this step's results, and puts them, multiplied by `share`, where they belong. Raises
         `HorovodInternalError`."""
         if self._rows_of_all is not None:
-            self.slots[0].parameter.grad = self._rows_of_all()
+            self.slots[0].take(self._rows_of_all())
         elif self._operation is not None:
             self.land(self._operation, share)
 

@@ -265,8 +265,16 @@ class InBackward(When):
             uncount(optimizer)
 
     def synchronize(self) -> None:
+        if not self.reduced and self.sync.idle:
+            self._admit_own()
         if not self.reduced or not self.sync.idle:
             self._reduce()
+
+    def _admit_own(self) -> None:
+        """Has gradients that the script has set since the last step reduced, in which no backward pass has been. In
+        place of a reduced one they are seen only if they are another tensor, or if all gradients are the script's."""
+        for slot in self.sync.slots:
+            slot.closed = slot.closed and bool(self._passes) and not slot.has_own()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

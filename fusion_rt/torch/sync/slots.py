@@ -7,7 +7,8 @@ of one, a parameter or its change) is copied there before and from there afterwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -68,6 +69,7 @@ class Slot:
         "_adds",
         "_hooks",
         "_place",
+        "_taken",
         "address",
         "bucket",
         "closed",
@@ -109,6 +111,7 @@ class Slot:
         self.moved: torch.Tensor | None = None
         self.context: Any = None
         self.guard: Any = None
+        self._taken: Callable[[], object] = _nothing  # what `take` has put into `p.grad`, as long as it lives
         self._hooks: tuple[Any, ...] = ()
         if not owner.hears or not self.parameter.requires_grad:
             return
@@ -155,6 +158,15 @@ class Slot:
             in_arena = gradient.data_ptr() == self.address
             self.kept = gradient.detach().clone() if in_arena else gradient
 
+    def take(self, gradient: torch.Tensor) -> None:
+        """Puts a reduced gradient into `p.grad`."""
+        self.parameter.grad, self._taken = gradient, weakref.ref(gradient)
+
+    def has_own(self) -> bool:
+        """Tells whether the script has put another gradient where the reduced one was."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient is not self.view and gradient is not self._taken()
+
     def add_kept(self) -> None:
         """Adds what has been kept to the result."""
         kept, self.kept = self.kept, None
@@ -162,7 +174,7 @@ class Slot:
         if kept is None or gradient is None:
             return
         if kept.is_sparse or gradient.is_sparse:
-            self.parameter.grad = kept + gradient
+            self.take(kept + gradient)
         else:
             gradient.add_(kept)
 
@@ -209,6 +221,10 @@ class Slot:
                 before = hook.args[0]
                 before.forget()
                 before.owner.lose(before)
+
+
+def _nothing() -> None:
+    """Substitutes for a reference to nothing."""
 
 
 def _arrived_on_device(slot: Slot, parameter: torch.Tensor) -> None:

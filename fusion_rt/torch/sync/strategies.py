@@ -97,7 +97,7 @@ class ToOptimizer(Applied):
 
     def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
         for slot, result in zip(slots, results, strict=True):
-            slot.parameter.grad = result.to_sparse(slot.sparse) if slot.sparse else result
+            slot.take(result.to_sparse(slot.sparse) if slot.sparse else result)
 
 
 class ToParameters(Applied):

@@ -29,6 +29,7 @@ from tests.torch.training import (
     make_model,
     my_batch,
     train,
+    train_reference,
 )
 
 sgd: MakeOptimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
@@ -425,6 +426,55 @@ def failing(model: torch.nn.Sequential, layer: int, batch: Any) -> None:
         loss_of(model, batch).backward()
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "forward"}, {"compression": hvd.Compression.fp16}], ids=str)
+@pytest.mark.parametrize("how", ["replaced", "in place", "after passes", "forgotten"])
+@on_ranks
+def test_gradients_that_the_script_sets_are_reduced_in_every_step(how: str, options: dict[str, Any]) -> None:
+    """As with weights of double precision beside the model's, or `torch.func`; nobody calls `optimizer.zero_grad()`."""
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+    plain = sgd(reference.parameters())
+    if how == "after passes":
+        train(model, optimizer, range(2))
+        train_reference(reference, plain, range(2))
+    for step in range(2, 6):
+        found = torch.autograd.grad(loss_of(model, my_batch(step)), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            if how == "in place" and parameter.grad is not None:
+                parameter.grad.data.copy_(gradient)
+            else:
+                parameter.grad = gradient
+        optimizer.step()
+        if how == "forgotten":
+            model.zero_grad()
+        train_reference(reference, plain, [step])
+    hvd.synchronize_parameters()
+    tolerance = 1e-3 if "compression" in options else 1e-9
+    assert_same(model, reference, rtol=tolerance, atol=tolerance)
+
+
+@on_ranks
+def test_gradients_that_the_script_sets_can_be_clipped_with_overlap() -> None:
+    """The forward pass is that of another model, as with copies of the weights in lower precision."""
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), overlap="forward")
+    plain = sgd(reference.parameters())
+    for step in range(4):
+        copied = copy.deepcopy(model)
+        found = torch.autograd.grad(loss_of(copied, my_batch(step)), list(copied.parameters()))
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            parameter.grad = gradient
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, everybodys_batch(step)).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        plain.step()
+        optimizer.synchronize_parameters()
+    assert_same(model, reference)
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "stale"])

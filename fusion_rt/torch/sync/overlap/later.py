@@ -107,6 +107,7 @@ class Later(InBackward):
             return
         try:
             if sync.idle:
+                self._admit_own()
                 sync.begin()
             sync.submit()
             flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in sync.plan.buckets]
@@ -379,7 +380,7 @@ class Later(InBackward):
         """Reduces the gradients after a backward pass, and waits for it, so that they can be looked at and changed; to
         be used with `skip_synchronize`. Between `step()` and the next forward pass applies the update, as
         `synchronize_parameters` does anywhere. Raises `HorovodInternalError`."""
-        if self.sync.idle and self.stepped:
+        if self.sync.idle and self.stepped and all(slot.parameter.grad is None for slot in self.sync.slots):
             self.finish()
         else:
             super().synchronize()
