@@ -10,6 +10,7 @@ and whoever took part in a pass that is gone knows that it has failed.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import traceback
 import weakref
@@ -114,7 +115,14 @@ def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
 
 
 def running() -> BackwardPass:
-    """Returns the backward pass that calls this from a hook."""
+    """Returns the backward pass that calls this from a hook. Raises `ValueError` if nobody would be told of its end."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise ValueError(
+            "compiled autograd runs this backward pass, which then ends without a word, so that gradients cannot be "
+            "reduced in it; leave torch._dynamo.config.compiled_autograd off, or take an algorithm that exchanges at "
+            "step(), such as bsp or local_sgd"
+        )
     task = torch._C._current_graph_task_id()
     found = _passes.get(task)
     if found is None:

@@ -7,6 +7,7 @@ synchroniser talks to the other ranks.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from fusion_rt.tracing.format import Kind
 _OWN = "fusion_rt_local"
 """Key in a `state_dict`: the steps taken, and an outer optimizer, where ranks take local steps."""
 _SCALED = "_step_supports_amp_scaling"
+_KEPT_OUT = "_fusion_rt_is_kept_out"
 _APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
 
 
@@ -232,6 +234,7 @@ def wrap(
         options: how its parameters are exchanged.
         when: makes the strategy that decides when it exchanges.
     """
+    _keep_out_of_graphs()
     script_class = type(optimizer)
     space = {"__module__": "fusion_rt.torch.optimizer", "_script_class": script_class}
     made = type(script_class.__name__, (Wrapped, script_class), space)
@@ -279,6 +282,16 @@ def checked_passes(passes: int) -> int:
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     return passes
+
+
+def _keep_out_of_graphs() -> None:
+    """Has `torch.compile`, where a script compiles its step, call what is here instead of tracing it: the exchange with
+    other ranks would be compiled, too, again and again as its state changes. (torch imports this with an optimizer.)"""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    package = __name__.partition(".")[0]
+    if rules is not None and not getattr(rules, _KEPT_OUT, False):
+        rules.add(package)
+        setattr(rules, _KEPT_OUT, True)
 
 
 def _new(script_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
