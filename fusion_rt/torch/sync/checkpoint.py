@@ -20,7 +20,7 @@ import torch
 from fusion_rt import codecs, wire
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.torch import ops
-from fusion_rt.torch.ops.objects import allgather_object
+from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.carried import Carried
 from fusion_rt.torch.sync.options import Options, Where
@@ -68,6 +68,7 @@ class Checkpoint:
         self._seen: Sequence[float] | None = None  # the learning rate of each group
         self._rates: dict[str, float] = {}  # the last one above zero, by parameter
         self._factors: dict[str, float] = {}  # of residuals, not told yet
+        self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
         self.remembers = self._homes or codecs.parse(self._codec).stateful
 
     def use(self, codec: str) -> None:
@@ -125,6 +126,26 @@ class Checkpoint:
         kept = Carried(homes=homes, rates=dict(self._rates))
         self._arriving = kept, replace(mine, homes={}), where.is_first_of_node
 
+    def begin_homes(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Has the homes of the next plan begin with the state that the script's optimizer has on the first rank: it was
+        loaded, or is from steps before the optimizer was wrapped. An operation on all ranks.
+
+        Raises:
+            ValueError: homes cannot have it.
+        """
+        where = self._source.where()
+        if where is None or self._arriving is not None:
+            return
+        if self._homes_are_loaded:
+            state, self._homes_are_loaded = {}, False
+        has_any = torch.tensor(any(state.values()), dtype=torch.int32)
+        if not int(ops.allreduce(has_any, name=f"{where.group}.state", op=ops.Sum, process_set=where.ranks)):
+            return
+        first = where.here.client.process_sets[where.process_set].ranks[0]
+        mine = {slot.name: _entries(slot, state.get(slot.parameter, {})) for slot in self._source.slots}
+        homes = broadcast_object(mine, first, f"{where.group}.state", where.ranks)
+        self._arriving = Carried(homes=homes, rates=dict(self._rates)), Carried(), where.is_first_of_node
+
     def planned(self, where: Where, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
         """Gives homes and senders of a new plan of these slots what was carried, before anything comes to them, and
         before the homes' seed."""
@@ -178,7 +199,14 @@ class Checkpoint:
             ValueError: it is nothing that `codec_state` returned, or of other parameters; or as for `codec_state`.
             HorovodInternalError: the daemon cannot use it.
         """
-        where = self._source.where()
+        where, at_homes = self._source.where(), any(":optimizer/" in key for key in saved.get("state", ()))
+        if at_homes and not self._at_homes:
+            warnings.warn(
+                "this checkpoint's momenta, and what else an optimizer remembers, are those of parameter shards; this "
+                "optimizer's algorithm has no shards, and begins without them",
+                stacklevel=4,
+            )
+        self._homes_are_loaded = at_homes
         if where is None:
             return
         here, selections = where.here, self._source.selections
@@ -323,6 +351,28 @@ def _forget(where: Where) -> None:
     """Has this node's daemon forget what its codecs remember: it belongs to steps that are taken again."""
     with where.here.allocating:
         where.here.client.load_state(where.process_set, where.group, {})
+
+
+def _entries(slot: Slot, state: Mapping[str, Any]) -> carried.Arrays:
+    """Returns the state of a parameter in the script's optimizer as its home has it: with the parameter's value, and
+    in the memory order of a bucket. Raises `ValueError` if it cannot be brought into that."""
+    if not state:
+        return {}
+    order = memory_order(slot.parameter)
+    found = {"value": _flat(slot)}
+    for key, given in state.items():
+        value = torch.as_tensor(given).detach().cpu() if given is not None else None
+        if value is None:
+            continue
+        if value.shape == slot.parameter.shape:
+            value = value.permute(order)
+        elif value.numel() != 1 and order != sorted(order):
+            raise ValueError(
+                f"the optimizer's state {key!r} of {slot.name!r} cannot be given to shards, which have this parameter "
+                "in another order of its dimensions; make the parameter contiguous before"
+            )
+        found[f"optimizer/{key}"] = value.contiguous().numpy()
+    return found
 
 
 def _flat(slot: Slot) -> carried.Array:

@@ -385,6 +385,7 @@ class Synchroniser:
         order = self._in_order()
         for tensor in plan.sparse:
             self.when.check_sparse(order[tensor.name])
+        self.when.agreed()
         self.plan.make(plan, order, self._carriage)
         for slot in self.slots:
             slot.follow()

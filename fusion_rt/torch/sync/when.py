@@ -191,6 +191,9 @@ class When:
     def tuned(self, tuning: wire.Tuning | None) -> None:
         """Called before a plan with this tuning is made."""
 
+    def agreed(self) -> None:
+        """Called when ranks have agreed upon a plan, before it is made. An operation on all ranks."""
+
     def check_sparse(self, slot: Slot) -> None:
         """Raises `ValueError` if this strategy cannot exchange a sparse gradient."""
 

@@ -322,3 +322,103 @@ def test_no_warning_where_there_is_no_gradient() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not_finite([Slot("a", layer(1.0))]) == ""  # type: ignore[list-item]
+
+
+# --- what the optimizer has learned elsewhere -------------------------------------------------------------------------
+
+MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": momentum,
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+}
+
+
+def mixed(seed: int = 0) -> torch.nn.Sequential:
+    """A model of which one parameter lies in another order in memory."""
+    model = make_model(seed)
+    model[2].weight = torch.nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def train_on_all(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        step_with_mean(model, optimizer, [gradients(model, rank, step) for rank in range(RANKS)])
+
+
+def train_on_mine(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("how", ["stepped before it was wrapped", "loaded", "loaded by the first rank, and broadcast"])
+@on_ranks
+def test_shards_go_on_from_what_the_optimizer_remembers(how: str, name: str) -> None:
+    make = MAKES[name]
+    build = make_model if name == "Adafactor" else mixed
+    reference = build()
+    plain = make(reference.parameters())
+    train_on_all(reference, plain, range(3))
+    saved = copy.deepcopy(plain.state_dict())
+    model = copy.deepcopy(reference)
+    optimizer = make(model.parameters())
+    if how.startswith("stepped"):
+        optimizer.load_state_dict(saved)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), algorithm="bsp")
+    if how == "loaded" or (hvd.rank() == 0 and not how.startswith("stepped")):
+        optimizer.load_state_dict(saved)
+    if how.endswith("broadcast"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train_on_mine(model, optimizer, range(3, 7))
+    train_on_all(reference, plain, range(3, 7))
+    assert_same(model, reference)
+
+
+@pytest.mark.parametrize("text", AT_SHARDS)
+@on_ranks
+def test_shards_of_every_algorithm_take_what_the_optimizer_remembers(text: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train_on_all(model, optimizer, range(3))
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), algorithm=text)
+    train_on_mine(model, optimizer, range(3, 6))
+    hvd.barrier()
+    steps = [value for key, value in optimizer.state_dict()["fusion_rt"]["state"].items() if key.endswith("/step")]
+    assert all(int(step) > 3 for step in steps)
+    assert not optimizer.state
+    assert hvd.allreduce(torch.tensor(len(steps)), op=hvd.Sum) == len(list(model.parameters()))
+
+
+@on_ranks
+def test_a_state_that_is_loaded_when_shards_have_another_is_refused() -> None:
+    model = make_model()
+    before = momentum(model.parameters())
+    train_on_all(model, before, range(2))
+    optimizer = hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters(), algorithm="bsp")
+    train_on_mine(model, optimizer, range(2))
+    own = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(before.state_dict())
+    with pytest.raises(ValueError, match=r"was given a state .* with bsp the shards have their own"):
+        train_on_mine(model, optimizer, range(2, 3))
+    hvd.barrier()
+    optimizer.load_state_dict(own)
+    hvd.barrier()
+    train_on_mine(model, optimizer, range(2, 4))
+    assert_equal_on_all_ranks(model)
+
+
+@on_ranks
+def test_a_checkpoint_of_shards_is_warned_of_elsewhere() -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters(), algorithm="bsp")
+    train_on_mine(model, optimizer, range(2))
+    hvd.barrier()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer = hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters())
+    if any(":optimizer/" in key for key in saved["fusion_rt"]["state"]):
+        with pytest.warns(UserWarning, match=r"momenta, .* are those of parameter shards"):
+            optimizer.load_state_dict(saved)
+    train_on_mine(model, optimizer, range(2, 4))
+    assert_equal_on_all_ranks(model)

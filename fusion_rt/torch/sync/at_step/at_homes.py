@@ -42,6 +42,7 @@ class AtHomes(AtStep):
         self._follow()
         self._check_weights()
         self._check_arguments()
+        self._check_state(optimizer)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -69,6 +70,15 @@ class AtHomes(AtStep):
                 "schedulers), or take an algorithm whose ranks take their own steps"
             )
 
+    def _check_state(self, optimizer: Any) -> None:
+        """Raises `ValueError` if the script has given the optimizer a state since there has been a plan."""
+        if optimizer.state and self.sync.is_of(runtime()) and any(optimizer.state.values()):
+            raise ValueError(
+                "the optimizer was given a state (momenta and the like) after its first step, and with "
+                f"{self._algorithm} the shards have their own; load the state before the optimizer's first step, on "
+                "all ranks, or one that this optimizer's state_dict() has returned"
+            )
+
     def _contribution(self, values: bool, piece: int) -> wire.Ready:
         said = super()._contribution(values, piece)
         said.rates = tuple(self.sync.trained.group_rates())
@@ -81,6 +91,15 @@ class AtHomes(AtStep):
         optimizer = self.sync.trained.optimizer()
         self._arguments = arguments_of(optimizer)
         return msgspec.structs.replace(self.sync.options.reduction, optimizer=optimizer_spec(optimizer))
+
+    def agreed(self) -> None:
+        state = self.sync.trained.optimizer().state
+        self.sync.checkpoint.begin_homes(state)
+        state.clear()  # homes have it from now on
+
+    def homes_are_loaded(self) -> None:
+        super().homes_are_loaded()
+        self.sync.trained.optimizer().state.clear()
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         if self._said.kind == "post":
