@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="seconds each, to see that they run")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"for the results ({results.RESULTS})")
     parser.add_argument("--compare", type=Path, metavar="OLD", help="a file or folder of results to compare with")
-    parser.add_argument("--no-run", action="store_true", help="compare what is in --out already")
+    parser.add_argument("--no-run", action="store_true", help="compare the results in --out, without a run")
     parser.add_argument(
         "--tolerance", type=float, default=compare.TOLERANCE, metavar="SHARE",
         help="by which anything may become worse (%(default)s)",

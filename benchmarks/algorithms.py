@@ -174,7 +174,7 @@ def main() -> None:
     """Runs what the command line asks for."""
     parser = shared.parser(NAME, __doc__)
     shared.add_out(parser, RESULTS)
-    parser.add_argument("--table", type=Path, metavar="FILE", help="only show what is in this file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only show the results in this file")
     parser.add_argument("--models", default=",".join(MODELS), help="of %(default)s")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="of %(default)s")
     parser.add_argument("--seeds", default="1,2,3", help="(%(default)s)")

@@ -161,7 +161,7 @@ def goals(records: Sequence[Record]) -> list[tuple[str, str, bool]]:
         over = {record.setting["MiB"]: _median(record, OURS) / limits[float(record.setting["MiB"])]
                 for record in of_rate}  # fmt: skip
         worst = max(over, key=lambda size: over[size])
-        said = f"{worst:g} MiB: {over[worst]:.2f} of what is allowed"
+        said = f"{worst:g} MiB: {over[worst]:.2f} of the limit"
         found.append((f"{rate}: no size slower than 1.05 x the best and its messages", said, over[worst] <= 1))
     return found
 

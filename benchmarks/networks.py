@@ -390,7 +390,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="in a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each method (%(default)s)")
     parser.add_argument("--loss", type=float, default=2.75, help="to reach (%(default)s)")
-    parser.add_argument("--most", type=int, default=400, help="steps after which a run is given up (%(default)s)")
+    parser.add_argument("--most", type=int, default=400, help="steps after which a run is abandoned (%(default)s)")
     parser.add_argument("--seconds", type=float, default=45.0, help="of training of AD-PSGD (%(default)s)")
     parser.add_argument("--only-times", action="store_true", help="train nothing")
     parser.add_argument("--quick", action="store_true", help="one short turn each, unshaped and 100mbit, no training")

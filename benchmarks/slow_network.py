@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps in a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each runtime (%(default)s)")
     parser.add_argument("--loss", type=float, default=2.6, help="to reach (%(default)s)")
-    parser.add_argument("--most", type=int, default=600, help="steps after which a run is given up (%(default)s)")
+    parser.add_argument("--most", type=int, default=600, help="steps after which a run is abandoned (%(default)s)")
     parser.add_argument("--runtimes", default=";".join(RUNTIMES), help="of %(default)s")
     for name, size in (("width", 384), ("layers", 6), ("batch", 2), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=size, help="of the model (%(default)s)")

@@ -317,7 +317,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps in a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each runtime (%(default)s)")
     parser.add_argument("--runtimes", default=";".join(RUNTIMES), help="of %(default)s; the first is always there")
-    parser.add_argument("--overlap", action="store_true", help="measure what is exposed, with each way of overlap")
+    parser.add_argument(
+        "--overlap", action="store_true", help="measure exposed communication, with each way of overlap"
+    )
     parser.add_argument(
         "--compute", type=float, default=0.3, metavar="S", help="of a step, to hide behind (%(default)s)"
     )

@@ -52,7 +52,7 @@ from fusion_rt.units import (
 # Why nothing comes of a knob.
 _NO_MPI = "MPI is not used"
 _NO_CYCLE = "buckets start when they are full, by a plan that is agreed once: there is neither a cycle nor a cache"
-_NODE_FIRST = "each node is reduced in shared memory first, then the nodes by whichever way is measured to be faster"
+_NODE_FIRST = "each node is reduced in shared memory first, then the nodes by the way that is measured to be faster"
 _NO_NCCL = "Horovod's NCCL streams are not used"
 _NO_THREAD = "workers have no background thread"
 _NO_GLOO = "Gloo is not used; --stall-check-shutdown-time-seconds limits how long an operation may wait"
@@ -80,7 +80,7 @@ class Settings:
         variable="FUSION_JOB_SECRET_FILE", placeholder="FILE")
     insecure_rendezvous: bool = _row(
         False, START, "Start of a job of several hosts without a secret, under launchers other than fusionrun: "
-        "whoever reaches its rendezvous can take part in it.",
+        "anybody who reaches its rendezvous can take part in it.",
         unit=SWITCH, flags=("--insecure-rendezvous",), variable="FUSION_INSECURE_RENDEZVOUS",
         yaml="params.insecure_rendezvous")
     fusion_threshold: int = _row(
@@ -145,7 +145,7 @@ class Settings:
         unit=SWITCH, flags=("--tolerate-losses",), variable="FUSION_TOLERATE_LOSSES", yaml="params.tolerate_losses")
     stall_check: bool = _row(
         True, STALLS, "Warnings about operations that wait for ranks, and their end after a limit. Without it they "
-        "may wait for ever.",
+        "may wait forever.",
         unit=SWITCH, flags=("--stall-check",), off=("--no-stall-check",), variable="HOROVOD_STALL_CHECK_DISABLE",
         inverse=True, yaml="stall_check.enabled")
     stall_warning_time: float = _row(
@@ -254,7 +254,7 @@ class Settings:
         most=65535)
     metrics_token_file: str = _row(
         "", DAEMON, "File on each host with the token that readers of the metrics must show, readable by this user "
-        "alone (mode 0600). Without it every daemon draws one, which `fusiond status` tells.",
+        "alone (mode 0600). Without it every daemon draws one, which `fusiond status` shows.",
         flags=("--metrics-token-file",), variable="FUSION_METRICS_TOKEN_FILE", yaml="params.metrics_token_file",
         placeholder="FILE")
     connections: int = _row(
@@ -313,12 +313,12 @@ class Settings:
         unit=SWITCH, flags=("--autotune-keep-order",), variable="FUSION_AUTOTUNE_KEEP_ORDER",
         yaml="autotune.keep_order")
     auto: str = _row(
-        "off", AUTOTUNE, "Choose settings by measured links and computing times, and say why: lossless (how "
-        "gradients travel), lossy (a codec, too), or async (besides these, updates one step late, or an algorithm "
-        "with local steps).",
+        "off", AUTOTUNE, "Choose settings by measured links and computing times, and print the reason: lossless "
+        "(how gradients travel), lossy (a codec, too), or async (besides these, updates one step late, or an "
+        "algorithm with local steps).",
         flags=("--auto",), variable="FUSION_AUTO", yaml="params.auto", choices=("off", "lossless", "lossy", "async"))
     auto_every: int = _row(
-        500, AUTOTUNE, "Steps after which --auto looks again (0: never).",
+        500, AUTOTUNE, "Number of steps after which --auto decides again (0: never).",
         unit=COUNT, flags=("--auto-every",), variable="FUSION_AUTO_EVERY", yaml="params.auto_every", least=0)
 
     @classmethod
@@ -381,14 +381,14 @@ OF_LAUNCHER = (
          COUNT, flags=("-np", "--num-proc"), least=1, absent="all slots of the hosts"),
     Knob("config_file", START, "YAML file with settings. Flags beat it, and it beats the environment.",
          flags=("--config-file",), placeholder="FILE"),
-    Knob("check_build", START, "Show what this installation can use, and do nothing else.",
+    Knob("check_build", START, "List of the features of this installation; no job is started.",
          SWITCH, flags=("-cb", "--check-build")),
     Knob("advise", START, "Advice without a job: measures the links between the hosts, and predicts a step of a model "
          "with so many MB of gradients that computes so many ms on one host (docs/start/two-machines.md).",
          flags=("--advise",), placeholder="MODEL_MB STEP_MS", many="2"),
     Knob("as_horovod", START, "Let `import horovod.torch` in an unchanged script mean this package.",
          SWITCH, flags=("--as-horovod",)),
-    Knob("verbose", START, "Report the phases of the job, and when each was reached.", SWITCH, flags=("--verbose",)),
+    Knob("verbose", START, "Report of the phases of the job, with their times.", SWITCH, flags=("--verbose",)),
     Knob("hosts", HOSTS, "Hosts as host:slots,host:slots,...; ranks fill them in this order.",
          flags=("-H", "--hosts"), placeholder="HOSTS", absent="localhost:N"),
     Knob("hostfile", HOSTS, "File with a line `name slots=N` for each host; # starts a comment.",
@@ -396,19 +396,19 @@ OF_LAUNCHER = (
     Knob("host_discovery_script", HOSTS, "Program that prints the hosts, a line `host[:slots]` for each; it is run "
          "every second, and the job follows (docs/launchers.md).",
          flags=("--host-discovery-script",), placeholder="SCRIPT"),
-    Knob("slots_per_host", HOSTS, "Slots of each host for which none are given.",
+    Knob("slots_per_host", HOSTS, "Slots of each host without a number of its own.",
          COUNT, 1, flags=("--slots-per-host",), least=1),
-    Knob("network_interfaces", HOSTS, "Listen on this interface's address; of several (a,b or the flag repeated) "
-         "each host uses the first that it has.",
+    Knob("network_interfaces", HOSTS, "Network interface on whose address daemons listen. If several are named (a,b "
+         "or the flag repeated), each host uses its first one.",
          flags=("--network-interface", "--network-interfaces"), placeholder="NAME", many="append",
          absent="the way to the other hosts"),
     Knob("ssh_port", REACH, "Port of ssh on all hosts.",
          COUNT, flags=("-p", "--ssh-port"), least=1, most=65535, placeholder="PORT", absent="ssh's own"),
     Knob("ssh_identity_file", REACH, "File with the private key for ssh.",
          flags=("-i", "--ssh-identity-file"), placeholder="FILE", absent="ssh's own"),
-    Knob("rsh_agent", REACH, "Reach every host with this instead of ssh; the agent's command line is appended to it.",
+    Knob("rsh_agent", REACH, "Command instead of ssh that reaches a host; the agent's command line is appended.",
          flags=("--rsh-agent",), placeholder="'CMD {host}'"),
-    Knob("output_filename", OUTPUT, "Also write what each worker prints to DIR/rank.<rank>/stdout and stderr.",
+    Knob("output_filename", OUTPUT, "Directory for a copy of each worker's output: rank.<rank>/stdout and stderr.",
          flags=("--output-filename",), placeholder="DIR"),
     Knob("prefix_output_with_timestamp", OUTPUT, "Start each line of the workers' output with the time.",
          SWITCH, flags=("-prefix-timestamp", "--prefix-output-with-timestamp")),
@@ -423,8 +423,8 @@ OF_LAUNCHER = (
          "and its replacement count as one.",
          COUNT, 100, flags=("--reset-limit",), least=0),
     Knob("restart_workers", ELASTIC, "Treatment of a failed worker's slot: on-failure starts another worker in it "
-         "while the others train on (at once, then after 1, 2 and 4 s; the slot is given up when five in a row have "
-         "not trained for 60 s); never leaves the host out, as Horovod does.",
+         "while the others train on (at once, then after 1, 2 and 4 s; the slot is abandoned when five in a row "
+         "have not trained for 60 s); never leaves the host out, as Horovod does.",
          default="on-failure", flags=("--restart-workers",), choices=("on-failure", "never")),
     Knob("newcomer_timeout", ELASTIC, "Time limit for a worker that starts while others train to reach the training "
          "function. A slower one is killed, and counts as failed.",
@@ -432,7 +432,7 @@ OF_LAUNCHER = (
     Knob("blacklist_cooldown_range", ELASTIC, "Seconds for which a failed host is left out, at first and at most; "
          "each time twice as long.",
          default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),
-    Knob("use_gloo", COMPATIBLE, "Horovod's controller without MPI, which comes closest to what fusionrun does.",
+    Knob("use_gloo", COMPATIBLE, "Horovod's controller without MPI. No effect: fusionrun never uses MPI.",
          SWITCH, flags=("--gloo",)),
     Knob("use_mpi", COMPATIBLE, "Horovod's controller with MPI.", SWITCH, flags=("--mpi",), idle=_NO_MPI),
     Knob("use_jsrun", COMPATIBLE, "Horovod's start through jsrun.", SWITCH, flags=("--jsrun",), idle=_NO_MPI),

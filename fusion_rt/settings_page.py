@@ -16,7 +16,8 @@ _HEAD = """\
 
 This page lists every flag of `fusionrun`, environment variable and YAML key (`--config-file`). A value is found in this
 order: flag, YAML file, environment variable, default. Flags may be abbreviated as long as they are unique (`--slots`).
-They end with the first word that is no flag. A value that starts with a dash needs the equals sign (`--mpi-args="-x A"`).
+They end with the first word that is no flag. A value that starts with a dash needs the equals sign
+(`--mpi-args="-x A"`).
 
 Sizes and durations take suffixes everywhere (`64MiB`, `500kB`, `1ms`, `2min`). The row gives the unit of a bare number,
 which is Horovod's. Switches are 1 or 0 in variables, true or false in YAML.
@@ -31,8 +32,8 @@ stall_check:
 ```
 """
 _COMPATIBLE = """\
-Command lines for `horovodrun` work as they are. One warning names all of these settings that were used. If Horovod reads
-a variable, it is set for the workers.
+Command lines for `horovodrun` work as they are. One warning names all of these settings that were used. If Horovod
+reads a variable, it is set for the workers.
 """
 
 

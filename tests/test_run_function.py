@@ -88,7 +88,7 @@ def test_a_failure_is_raised_with_the_traceback_of_the_worker(capfd: pytest.Capt
 
 @pytest.mark.multiprocess
 def test_results_that_cannot_be_sent_are_failures_of_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(JobError, match="what the function returned, a lock, cannot be sent back"):
+    with pytest.raises(JobError, match="the function's result, a lock, cannot be sent back"):
         fusion_rt.run(threading.Lock)
     with pytest.raises(JobError, match=r"^rank 0 \(host localhost\) ended without a result$"):
         fusion_rt.run(sys.exit)

@@ -47,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
     for path in _examples():
         text = path.read_text(encoding="utf-8")
         shown = _cells(text) if path.suffix == ".ipynb" else f"```{SHOWN[path.suffix]}\n{text}```\n"
-        content = f"# {path.name}\n\n{shown}"
+        content = f"---\nhide: [navigation, toc]\n---\n\n# {path.name}\n\n{shown}"  # lines are long
         files.append(File.generated(config, _page_of(path), content=content))
     files.append(File.generated(config, "reference/commands.md", content=_commands()))
     return files

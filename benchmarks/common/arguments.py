@@ -24,7 +24,7 @@ def add_out(commands: argparse.ArgumentParser, default: Path | None = None) -> N
 
 def add_table(commands: argparse.ArgumentParser) -> None:
     """Adds `--table`, which shows results and measures nothing."""
-    commands.add_argument("--table", action="store_true", help="only show what is in the file")
+    commands.add_argument("--table", action="store_true", help="only show the results in the file")
 
 
 def add_worker(commands: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--loss", help="share of packets that are lost, such as 0.01%% (none)")
     parser.add_argument(
         "--path", action="append", default=[], metavar="I[-J]=WHAT",
-        help="what is special about host I, or the pair I-J, as 0-1=delay:40ms,loss:0.1%%,rate:9mbit; repeatable",
+        help="path of host I, or of the pair I-J, as 0-1=delay:40ms,loss:0.1%%,rate:9mbit; repeatable",
     )  # fmt: skip
     parser.add_argument("--congestion", help="TCP's congestion control, such as cubic, with a delay, loss or path")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="bytes in a packet (1500)")

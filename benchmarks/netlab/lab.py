@@ -296,7 +296,7 @@ class Netlab:
         relay.stdin.write(json.dumps(order).encode() + b"\n")
         relay.stdin.flush()
         if relay.stdout.readline() != b"ready\n":
-            raise NetlabError("the relay between the hosts could not start; what it said about it stands above.")
+            raise NetlabError("the relay between the hosts could not start; its message is above.")
         chosen = ("congctl", self._congestion) if self._congestion else ()
         for host in self.hosts:
             port = f"w{host.index}"

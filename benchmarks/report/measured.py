@@ -40,9 +40,9 @@ def machine(found: All) -> str:
     sentence += f"{max(loads):g}."
     if any(each.busy for each in machines):
         sentence += (
-            " Above half of the cores, a load average tells that other programs wanted them, too, or that it had not "
-            "fallen yet after the measurement before; whoever needs more processes, as fusion_rt with its daemons "
-            "does, fares worse then than on an idle machine."
+            " A load average above half of the cores means that other programs used them, too, or that it had not "
+            "fallen yet after the measurement before. Then a contender with more processes, such as fusion_rt with "
+            "its daemons, is slower than on an idle machine."
         )
     return sentence
 

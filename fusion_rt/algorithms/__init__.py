@@ -98,16 +98,18 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
             "otherwise; use allreduce, or leave out signed"
         )
     if codec.only_all_reduced and algorithm.at_homes:
-        raise AlgorithmError(f"the codec {codec} {codec.only_all_reduced}, which {algorithm} does not; use topk, say")
+        raise AlgorithmError(
+            f"the codec {codec} {codec.only_all_reduced}, which {algorithm} does not; use topk, for example"
+        )
     if algorithm.encodes:
         if not codec.stateful:
             raise AlgorithmError(
-                f"{algorithm.name} sends what a codec selects of a difference, and {codec} leaves nothing out; use "
-                "topk, or dpsgd"
+                f"{algorithm.name} sends a codec's selection of a difference, and {codec} selects nothing; use the "
+                "codec topk, or the algorithm dpsgd"
             )
     elif codec.stateful and algorithm.signal in (Signal.PARAMETER, Signal.CONSENSUS):
         raise AlgorithmError(
-            f"{algorithm} posts parameters, of which the codec {codec} would leave out most; use fp16 or bf16, or "
-            "choco, which is made for it, or diloco, whose ranks post changes (with outer_rate=1 and outer_momentum=0 "
-            "it is local SGD)"
+            f"{algorithm} sends parameters, and the codec {codec} would leave out most of them; use the codec fp16 "
+            "or bf16, the algorithm choco, which is made for it, or diloco, which sends changes (with outer_rate=1 "
+            "and outer_momentum=0 it is local SGD)"
         )

@@ -21,7 +21,7 @@ class Signal(enum.Enum):
     GRADIENT = "gradients"
     PARAMETER = "parameters"
     DELTA = "changes of parameters"
-    CONSENSUS = "changes of parameters, and what they are counted from"
+    CONSENSUS = "changes of parameters, and their origin"
 
 
 class Apply(enum.Enum):
@@ -38,7 +38,7 @@ class Place(enum.Enum):
     """The place of a bucket's home."""
 
     NOWHERE = "nowhere"
-    """Ranks combine what they post, and all get the same."""
+    """Ranks combine their contributions, and all get the same result."""
     SHARD = "shard"
     """On one node, chosen when the plan is made."""
     REPLICA = "replica"

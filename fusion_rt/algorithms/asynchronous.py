@@ -92,14 +92,15 @@ class Partial(Algorithm):
     def check(self, ranks: int) -> None:
         if self.backup >= ranks:
             raise AlgorithmError(
-                f"{self} would wait for nobody: there are {ranks} ranks, and {self.backup} are backups"
+                f"{self} would wait for no rank: there are {ranks} ranks, and {self.backup} are backups; use "
+                "fewer backups"
             )
 
 
 @dataclass(frozen=True)
 class Collaborative(Algorithm):
     """Collaborative training of unequal workers (Diskin et al., arXiv 2106.10207): an update is due when `samples`
-    samples have come, and is the mean over samples, whoever they came from."""
+    samples have come from any ranks, and is the mean over samples."""
 
     name = "collaborative"
     anywhere = True

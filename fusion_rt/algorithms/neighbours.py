@@ -58,8 +58,8 @@ class SGP(_Gossip):
 
 @dataclass(frozen=True)
 class Choco(_Gossip):
-    """CHOCO-SGD (Koloskova et al., arXiv 1902.00340, algorithm 2): neighbours get what a codec makes of the difference
-    to what they know; `gamma` is the step towards their mean."""
+    """CHOCO-SGD (Koloskova et al., arXiv 1902.00340, algorithm 2): neighbours get the encoded difference to their copy;
+    `gamma` is the step towards their mean."""
 
     name = "choco"
     encodes = True

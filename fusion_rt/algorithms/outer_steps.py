@@ -95,8 +95,8 @@ class DiLoCo(OuterFragments):
 
 @dataclass(frozen=True)
 class SparseLoCo(DiLoCo):
-    """SparseLoCo (Sarfi et al., arXiv 2508.15706): DiLoCo with error feedback in place of an outer momentum. Of what
-    waits, which decays by `decay`, the share `density` of each chunk of 4,096 elements is sent, in two bits."""
+    """SparseLoCo (Sarfi et al., arXiv 2508.15706): DiLoCo with error feedback in place of an outer momentum. Each chunk
+    of 4,096 elements sends the share `density` of its residual, in two bits; the rest decays by `decay`."""
 
     name = "sparseloco"
     steps: int = 30

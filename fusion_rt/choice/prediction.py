@@ -219,17 +219,17 @@ def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Pred
     )
     default = predictions[0]
     if chosen.setting == default.setting:
-        reason = "which is what holds without it, since nothing else seems worth a change"
+        reason = "which is the default, since nothing else is worth a change"
     else:
         how = "measured" if chosen.tried else "predicted"
         reason = f"{how} to take {chosen.step / default.step:.0%} of the default's {default.step * 1e3:.4g} ms"
         if min(one.step for one in predictions) < chosen.step:
-            reason += " (what is faster by less than 5 % changes more)"
+            reason += " (choices that are faster by less than 5 % change more)"
     nodes = "is 1 node" if conditions.nodes == 1 else f"are {conditions.nodes} nodes"
     return (
-        f"--auto={level} chose {chosen.setting}, {reason}: there {nodes}{links}, a step computes for "
-        f"{conditions.computing * 1e3:.4g} ms and has {conditions.nbytes / 1e6:.4g} MB of gradients, and expected of a "
-        f"step, with the best buckets for each, are {told}."
+        f"--auto={level} chose {chosen.setting}, {reason}: there {nodes}{links}, and a step computes for "
+        f"{conditions.computing * 1e3:.4g} ms and has {conditions.nbytes / 1e6:.4g} MB of gradients. Predicted for a "
+        f"step, with the best buckets for each: {told}."
     )
 
 

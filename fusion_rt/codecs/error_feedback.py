@@ -45,8 +45,8 @@ class FeedbackCodec(Codec):
         decay, momentum = getattr(self, "decay", 1.0), getattr(self, "momentum", 0.0)
         if not 0 < decay <= 1:
             raise CodecError(
-                f"the decay of the codec {self.name} is what a step keeps of the residual, above 0 and at most 1, not "
-                f"{decay}"
+                f"the decay of the codec {self.name} is the share of the residual that a step keeps, above 0 and at "
+                f"most 1, not {decay}"
             )
         if not 0 <= momentum < 1:
             raise CodecError(f"the momentum of the codec {self.name} is from 0 to below 1, not {momentum}")

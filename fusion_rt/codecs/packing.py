@@ -258,5 +258,5 @@ def strongest(selected: Selection, k: int) -> tuple[Selection, Selection]:
 
 def _wrong(low: int, high: int, why: str) -> CodecError:
     return CodecError(
-        f"a peer sent what is no selection of elements {low} to {high}: {why}; it is faulty or runs another version"
+        f"a peer sent an invalid selection of elements {low} to {high}: {why}; it is faulty or runs another version"
     )

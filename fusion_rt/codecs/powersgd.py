@@ -245,8 +245,8 @@ class PowerSGD(FeedbackCodec, FactoringCodec):
     Args:
         rank: columns of the factors, at least 1.
         warm_start: a step begins with the factor of the one before; without, with a random one.
-        feedback: what is not sent waits in the residual; without, it is lost.
-        decay: of what waits, in each step; above 0 and at most 1.
+        feedback: unsent values wait in the residual; without, they are lost.
+        decay: factor of the residual in each step; above 0 and at most 1.
         minimum: tensors with fewer elements travel whole.
         exclude: tensors whose name fits one of these patterns, with commas between them, travel whole.
         seed: of the random factors, from 0 to 2**63 - 1.

@@ -208,7 +208,7 @@ def check_push_sum(mixing: Mixing) -> None:
     Raises:
         MixingError: a column does not sum to 1.
     """
-    _check_sums(mixing, 0, "push-sum", "make each rank's weights for what it gives, its own included, sum to 1")
+    _check_sums(mixing, 0, "push-sum", "make the weights that each rank gives, its own included, sum to 1")
 
 
 def check_pairwise(mixing: Mixing) -> None:

@@ -124,21 +124,21 @@ def _check_connected(path: str, rows: tuple[Row, ...]) -> None:
     lost = everyone.difference(distances(receivers))
     if lost:
         raise MixingError(
-            f"{path}: what rank 0 has never comes to rank {min(lost)}; in the row of rank {min(lost)}, or of ranks on "
-            "the way to it, put a weight for one that rank 0 reaches"
+            f"{path}: values of rank 0 never come to rank {min(lost)}; in the row of rank {min(lost)}, or of ranks "
+            "on the way to it, put a weight for one that rank 0 reaches"
         )
     lost = everyone.difference(distances(senders))
     if lost:
         raise MixingError(
-            f"{path}: what rank {min(lost)} has never comes to rank 0; put a weight for rank {min(lost)} into the row "
-            "of a rank from which rank 0 takes"
+            f"{path}: values of rank {min(lost)} never come to rank 0; put a weight for rank {min(lost)} into the "
+            "row of a rank from which rank 0 takes"
         )
     distance = distances(receivers)
     beat = math.gcd(*(distance[s] + 1 - distance[r] for r, others in enumerate(senders) for s in others))
     if beat != 1:
         raise MixingError(
-            f"{path}: values come back to a rank only every {beat} steps, so ranks would pass them on for ever and not "
-            "come to agree; give a rank a weight for itself, in the row of rank 0 for example"
+            f"{path}: values come back to a rank only every {beat} steps, so ranks would pass them on forever and "
+            "never agree; give a rank a weight for itself, in the row of rank 0 for example"
         )
 
 

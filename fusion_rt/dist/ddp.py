@@ -103,8 +103,8 @@ class DDPGradients(ExchangedGradients):
     def _check(self, bucket: GradBucket) -> None:
         if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
             raise ValueError(
-                "backward(create_graph=True) is for gradients that are differentiated once more, and what DDP's hook "
-                "exchanges by a codec cannot be; use torch.autograd.grad outside of DDP for that"
+                "backward(create_graph=True) makes gradients that can be differentiated again, and those that DDP's "
+                "hook exchanges by a codec cannot; use torch.autograd.grad outside of DDP for that"
             )
         if bucket.index() == 0 and self._results:
             raise RuntimeError(

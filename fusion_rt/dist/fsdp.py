@@ -173,7 +173,7 @@ def _sharded(model: torch.nn.Module) -> list[Any]:
     """Returns the modules that `fully_shard` was applied to. Raises `ValueError` if there are none."""
     found = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     if not found:
-        raise ValueError("this model has no module that torch.distributed.fsdp.fully_shard was applied to; do so first")
+        raise ValueError("this model has no module with torch.distributed.fsdp.fully_shard; apply that first")
     return found
 
 

@@ -55,7 +55,7 @@ class MonitoredBarriers:
         except CollectiveError as error:
             raise CollectiveError(
                 f"Rank {mine} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
-                f"from rank 0: {error}. The error of rank 0 says who is missing."
+                f"from rank 0: {error}. The error of rank 0 names the missing ranks."
             ) from error
 
     def _missing(self, awaited: Iterable[tuple[int, Submission]], name_all: bool) -> list[int]:

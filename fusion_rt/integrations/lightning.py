@@ -83,7 +83,7 @@ class FusionEnvironment(ClusterEnvironment):
         if num_devices * num_nodes != size:
             raise ValueError(
                 f"the launcher has started {size} workers, and Trainer(devices={num_devices}, num_nodes={num_nodes}) "
-                f"is for {num_devices * num_nodes}: say devices=<workers on each host> and num_nodes=<hosts>"
+                f"is for {num_devices * num_nodes}: set devices=<workers on each host> and num_nodes=<hosts>"
             )
 
 
@@ -132,8 +132,8 @@ class FusionStrategy(FusionDDPStrategy):
     "fusion", for metrics and callbacks that call it.
 
     Args:
-        algorithm, compression, gradient_predivide_factor, op: as of `DistributedOptimizer`; what is not given is
-            decided there, by the flags of fusionrun perhaps. There is no overlap, since Lightning computes gradients
+        algorithm, compression, gradient_predivide_factor, op: as of `DistributedOptimizer`, with its defaults, such as
+            the flags of fusionrun. There is no overlap, since Lightning computes gradients
             within `step()`.
         process_group_backend: that of `torch.distributed`.
         arguments: as of Lightning's `DDPStrategy`: `cluster_environment`, `timeout`, `start_method`, `checkpoint_io`, …

@@ -138,13 +138,13 @@ def _check_secret(meeting: Meeting, settings: Settings) -> None:
     """Raises `FusionError` if there is no secret, and the settings do not say that the job may do without."""
     if meeting.secret:
         return
-    danger = ("this job runs on several hosts and its processes share no secret, so that whoever reaches its "
+    danger = ("this job runs on several hosts and its processes share no secret, so that anybody who reaches its "
               "rendezvous can take part in it, read its data and run code in its workers")  # fmt: skip
     if not settings.insecure_rendezvous:
         raise FusionError(
-            f"{danger}: make one with `(umask 077; openssl rand -hex 32 > {SECRET_FILE})`, have that file on every "
-            f"host, and set FUSION_JOB_SECRET_FILE={SECRET_FILE} for all workers; or, on a network that nobody "
-            "else is on, set FUSION_INSECURE_RENDEZVOUS=1 (docs/launchers.md)"
+            f"{danger}: make one with `(umask 077; openssl rand -hex 32 > {SECRET_FILE})`, copy that file to every "
+            f"host, and set FUSION_JOB_SECRET_FILE={SECRET_FILE} for all workers; or, on a network without "
+            "strangers, set FUSION_INSECURE_RENDEZVOUS=1 (docs/launchers.md)"
         )
     warnings.warn(f"{danger} (FUSION_INSECURE_RENDEZVOUS)", stacklevel=3)
 

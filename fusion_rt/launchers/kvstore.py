@@ -79,7 +79,7 @@ class HttpStore:
     def put(self, key: str, value: bytes) -> None:
         status, _ = _request(self._find(), "PUT", key, value)
         if status != 200:
-            raise WireError(f"the store at {self.where} answered status {status} to what was to be stored")
+            raise WireError(f"the store at {self.where} answered status {status} to a request to store an entry")
 
     def remove(self, key: str) -> None:
         _request(self._find(), "DELETE", key)

@@ -309,7 +309,7 @@ class Rendezvous:
             yield pause
 
     def _unreachable(self) -> FusionError:
-        problem = self._problem or "rank 0 has not said a word"
+        problem = self._problem or "rank 0 has not answered"
         return FusionError(
             f"rank {self._rank} did not find the others within {self._timeout:g} s (HOROVOD_START_TIMEOUT) at "
             f"{self._store.where}: {problem}"

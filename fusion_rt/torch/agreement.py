@@ -82,7 +82,7 @@ after_join.append(agree_after_join)
 
 def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
     """Makes all ranks' parameters equal, to the bit: the shards' or elastic home's copy where there is one, the mean of
-    all ranks' otherwise. To be called on all ranks, at the same place. Does nothing about synchronous optimizers.
+    all ranks' otherwise. Call it on all ranks, at the same place. Synchronous optimizers do not change.
 
     Args:
         optimizers: distributed optimizers; by default all that there are, in the order of their making.
@@ -121,15 +121,15 @@ def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> Non
 
 
 def average_buffers(model: torch.nn.Module) -> None:
-    """Replaces the model's buffers of floating type, such as BatchNorm's, by their mean over all ranks. To be called on
-    all ranks, at the same place."""
+    """Replaces the model's buffers of floating type, such as BatchNorm's, by their mean over all ranks. Call it on all
+    ranks, at the same place."""
     _average((buffer for buffer in model.buffers() if buffer.is_floating_point()), name="average_buffers")
 
 
 @contextmanager
 def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """A context for evaluation, in which all ranks have the same parameters, as after `consensus`; afterwards each has
-    its own again. To be called on all ranks."""
+    """Context for evaluation, in which all ranks have the same parameters, as after `consensus`; afterwards each has
+    its own again. Use it on all ranks."""
     chosen = _chosen(optimizers)
     for sync in chosen:
         if sync.when.local:
@@ -148,7 +148,7 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
 
 
 def consensus_distance(*optimizers: Any) -> float:
-    """Mean over ranks of |x_i - mean x|^2, over all parameters. To be called on all ranks.
+    """Returns the mean over ranks of |x_i - mean x|^2, over all parameters. Call it on all ranks.
 
     Raises:
         HorovodInternalError: it failed, on all ranks.
@@ -163,8 +163,8 @@ def staleness() -> dict[str, Any]:
     """Returns the staleness of contributions to homes, as measured by this rank's node: for its workers, `version_lag`
     (updates that the home had seen since the worker last heard from it), `clock_gap` (steps ahead of the slowest rank)
     and `age_ms` (how long a contribution waited to be read), each with `count`, `mean`, `max` and `histogram`; for the
-    homes here, the number of `updates` and, by rank, of contributions that came `late`. The fourth meter,
-    `consensus_distance`, takes all ranks to measure, and so is a function of its own."""
+    homes here, the number of `updates` and, by rank, of contributions that came `late`. The fourth measure,
+    `consensus_distance`, needs all ranks, and so is a function of its own."""
     return runtime().client.staleness()
 
 

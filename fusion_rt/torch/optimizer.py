@@ -50,7 +50,7 @@ def DistributedOptimizer(
     algorithm: algorithms.Algorithm | str | None = None,
     overlap: str | None = None,
 ) -> Any:
-    """The optimizer, made to reduce gradients over all ranks before it takes a step.
+    """Makes an optimizer that reduces gradients over all ranks before it takes a step.
 
     Reduction starts during the backward pass, as gradients arrive, in buckets that are agreed upon in the first step.
     From then on gradients lie in shared memory (`p.grad` is a view of it). Optimizers have to be made in the same order
@@ -59,11 +59,11 @@ def DistributedOptimizer(
     Sparse gradients (of `torch.nn.Embedding(sparse=True)`) are combined as sparse ones: every rank gets all rows.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`. Use what this returns in its place from now on.
+        optimizer: any `torch.optim.Optimizer`. Use the result in its place from now on.
         named_parameters: `model.named_parameters()`; names the tensors in messages. All parameters of the optimizer
             have to be among them.
         compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(0.01)` and its like (docs/compression.md), a codec's
-            text, or a class with `compress` and `decompress`. With `none`, what `fusionrun --compression` says.
+            text, or a class with `compress` and `decompress`. `none` means the codec of `fusionrun --compression`.
         backward_passes_per_step: backward passes whose gradients are accumulated (summed) locally before they are
             reduced.
         op: how the ranks' gradients are combined: `Average`, `Sum`, `Min`, `Max` or `Product`; with `Adasum`, every
@@ -71,16 +71,16 @@ def DistributedOptimizer(
         gradient_predivide_factor: with `Average`, divides gradients by this before they are added up instead of
             dividing the sum only at the end: the result is the same, the range of values in between is not.
         num_groups: deprecated, use `groups`.
-        groups: lists of parameters that are reduced together, each list in a bucket of its own (for each dtype); or how
-            many such lists to make of the parameters in their order. By default buckets are filled up to
+        groups: lists of parameters that are reduced together, each list in a bucket of its own (for each dtype); or the
+            number of such lists to make of the parameters in their order. By default buckets are filled up to
             HOROVOD_FUSION_THRESHOLD, in the order in which gradients arrive.
         sparse_as_dense: sparse gradients are reduced as dense ones, and sparse again afterwards.
         process_set: the ranks that take part. On all others the optimizer steps with the gradients it has.
-        algorithm: how the ranks' work becomes one model: one of `hvd.algorithms`, or its text; see docs/algorithms.md.
-            By default what `fusionrun --algorithm` says, which is the synchronous all-reduce if it says nothing.
+        algorithm: training algorithm: one of `hvd.algorithms`, or its text; see docs/algorithms.md. The default is
+            `fusionrun --algorithm`, and without that the synchronous all-reduce.
         overlap: "forward": `step()` returns at once, and a parameter is updated when the next forward pass needs it,
-            with the same results; "stale": it is updated one step late; "none"; see docs/overlap.md. By default what
-            `fusionrun --overlap` says.
+            with the same results; "stale": it is updated one step late; "none"; see docs/overlap.md. The default is
+            `fusionrun --overlap`.
 
     Returns:
         An instance of a class derived from the optimizer's, with the methods `synchronize`, `skip_synchronize`,
@@ -111,8 +111,8 @@ def DistributedOptimizer(
     check_codec(optimizer, chosen, ops.resolve(op))
     if spec.signal is algorithms.Signal.GRADIENT and are_shards(optimizer):
         raise ValueError(
-            f"parameters are sharded (by fully_shard, say), so that who shards them reduces their gradients, and not "
-            f"{spec}; use the optimizer as it is, local_sgd or diloco, or fusion_rt.dist.ReplicatedShards"
+            "parameters are sharded (by fully_shard, for example), and their gradients are reduced by the sharding, "
+            f"not by {spec}; use the optimizer as it is, local_sgd or diloco, or fusion_rt.dist.ReplicatedShards"
         )
     algorithms.check_use(spec, codecs.parse(chosen), ops.resolve(op), process_set.size() or 1)
     settings, asked = Settings.from_env(), overlap

@@ -30,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: weight of a batch in the running statistics; None for their cumulative average.
         affine: whether there are a learnable weight and bias.
         track_running_stats: whether there are running statistics, which are used in evaluation.
-        process_set: the ranks whose batches are normalized together; elsewhere each rank's are by themselves.
+        process_set: the ranks whose batches are normalized together; other ranks normalize their own alone.
     """
 
     def __init__(

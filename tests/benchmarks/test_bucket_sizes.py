@@ -25,8 +25,8 @@ def test_a_size_may_cost_five_percent_and_its_messages() -> None:
     further = (160 - 3) * 6 * 4  # in a ring of four, each bucket passes from each host to the next six times
     assert allowed == pytest.approx({0.25: 2.1 + further * MESSAGE, 1: 2.1 + 37 * 24 * MESSAGE, 16: 2.1})
     assert [(said, holds) for _, said, holds in bucket_sizes.goals(RECORDS)] == [
-        (f"1 MiB: {8.7 / (2.1 + 37 * 24 * MESSAGE):.2f} of what is allowed", False),
-        ("1 MiB: 0.95 of what is allowed", True),
+        (f"1 MiB: {8.7 / (2.1 + 37 * 24 * MESSAGE):.2f} of the limit", False),
+        ("1 MiB: 0.95 of the limit", True),
     ]
 
 

@@ -154,8 +154,8 @@ def test_the_paragraph_has_the_numbers_it_was_decided_by() -> None:
 
 def test_the_paragraph_says_when_nothing_changes() -> None:
     why = chosen(replace(SLOW, nodes=1, tensors=(MIB,), computing=10.0), "lossless").why
-    assert "there is 1 node, a step" in why
-    assert "which is what holds without it" in why
+    assert "there is 1 node, and a step" in why
+    assert "which is the default" in why
 
 
 def test_what_was_tried_counts_as_it_was_measured() -> None:

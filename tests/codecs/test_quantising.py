@@ -502,7 +502,7 @@ def test_a_quantising_codec_says_what_it_is_and_what_it_costs(name: str) -> None
         ("int8(nesterov=True)", r"nesterov needs a momentum; write int8\(momentum=0.9"),
         (
             "int4(decay=0.0)",
-            "decay of the codec int4 is what a step keeps of the residual, above 0 and at most 1, not 0.0",
+            "decay of the codec int4 is the share of the residual that a step keeps, above 0 and at most 1, not 0.0",
         ),
         ("onebit(decay=1.5)", "above 0 and at most 1, not 1.5"),
         ("int2(rounding='up')", 'the codec int2 rounds to "nearest" or at "random", not \'up\''),

@@ -32,7 +32,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "pipeline.py": ("--stages", "1", "--epochs", "1", "--batch-size", "256"),
 }
 REFUSED = {
-    "choco": "choco sends what a codec selects of a difference, and dense leaves nothing out; use topk, or dpsgd"
+    "choco": "choco sends a codec's selection of a difference, and dense selects nothing; use the codec topk, or the "
+    "algorithm dpsgd"
 }
 TEXTS = {name: f"{name}(steps=2)" for name, kind in ALGORITHMS.items() if hasattr(kind, "steps")}
 

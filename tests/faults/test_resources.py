@@ -545,7 +545,7 @@ def test_fusiond_clean_removes_logs_too_and_says_what_it_did(runtime_dir: Path) 
     path = left_by_a_dead_daemon(runtime_dir, "a.0", "why\n")
     result = fusiond("clean")
     assert result.exit_code == 0
-    assert result.stdout == f"removed what was left in {path}\n"
+    assert result.stdout == f"removed leftovers in {path}\n"
     assert os.listdir(runtime_dir) == []
     assert fusiond("clean").stdout == ""
 

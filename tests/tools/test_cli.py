@@ -83,7 +83,7 @@ def test_every_command_says_once_who_died_and_what_cannot_be_known_without_missi
     assert result.exit_code == 0, result.output
     times = 2 if command[0] == "diff" else 1  # of either job
     assert result.output.count("rank 3 (host host1) died ") == times
-    assert result.output.count("nothing is there of node 2") == times
+    assert result.output.count("there are no records of node 2") == times
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

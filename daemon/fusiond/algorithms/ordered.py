@@ -18,7 +18,7 @@ from fusiond.core.contribution import Contribution
 LATE, UPDATE = 0, 1
 """Kinds of orders: contributions that come too late for their update; those that make up an update."""
 IN_TIME = 1
-"""The slot of what counts towards the next update, at the first home."""
+"""The slot of contributions to the next update, at the first home."""
 
 
 class Ordered(HomeAlgorithm[Spec]):

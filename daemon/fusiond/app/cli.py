@@ -54,8 +54,8 @@ def start(
     role: Annotated[
         Role | None,
         typer.Option(
-            help="Whether the node has workers, or only keeps parameter shards in a job of several nodes, which its "
-            "configuration (--config-stdin) names. By default, the configuration says so."
+            help="Role of the node: with workers, or only with parameter shards in a job of several nodes, which "
+            "its configuration (--config-stdin) names. The default is that of the configuration."
         ),
     ] = None,
 ) -> None:
@@ -174,7 +174,7 @@ def clean() -> None:
     settings = Settings.from_env()
     gone = remove_dead(settings.runtime_root(), logs=True)
     for path in (*gone, *files.remove_dead(settings.trace_root())):
-        typer.echo(f"removed what was left in {path}")
+        typer.echo(f"removed leftovers in {path}")
 
 
 @app.command()

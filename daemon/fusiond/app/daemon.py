@@ -217,7 +217,9 @@ class Daemon:
         formation.await_all()
         for node in given_up:
             host = order.topology.hosts[node]
-            self.fail(f"node {node} (host {host}) was given up before by host {self._host}; it needs another daemon")
+            self.fail(
+                f"node {node} (host {host}) was declared dead before by host {self._host}; it needs another daemon"
+            )
 
     def _formation_failed(self, number: int, reason: str, unreached: Sequence[int]) -> None:
         if self._config.elastic and self._mesh is not None and number:

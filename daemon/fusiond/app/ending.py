@@ -125,7 +125,7 @@ class Ending:
         """Ends this daemon, since the process that attended it is gone."""
         if self._links:
             # The others will see that this node is gone, and decide what becomes of the job.
-            why = f"whoever started the daemon of host {self._host} is gone"
+            why = f"the process that started the daemon of host {self._host} is gone"
             if self._tolerates:
                 self.losses.gone_on_without(why)
             self.fail(why, tell_peers=not self._tolerates)

@@ -165,7 +165,7 @@ def describe_ranks(found: Iterable[wire.Whereabouts], silent: Iterable[int], top
     lines = [line for one in shown[:MOST_SHOWN] for line in stack_text.describe(one, _host(one, topology))]
     if shown[MOST_SHOWN:]:
         lines.append(f"and {len(shown) - MOST_SHOWN} more ranks")
-    lines += [f"host {topology.hosts[node]} (node {node}) did not say where its ranks are" for node in silent]
+    lines += [f"host {topology.hosts[node]} (node {node}) did not report where its ranks are" for node in silent]
     return "".join(f"\n{line}" for line in lines)
 
 

@@ -118,7 +118,7 @@ class Participants:
         if rank not in ranks or list(ranks) != sorted(set(ranks)) or ranks[-1] >= self.topology.size:
             raise FusionError(
                 f"rank {rank} opened group {key!r} of ranks {list(ranks)}; a group has different ranks of 0 to "
-                f"{self.topology.size - 1}, of which whoever opens it is one"
+                f"{self.topology.size - 1}, and its opener is one of them"
             )
         if group is None:
             group = self.groups[id] = Group(key)

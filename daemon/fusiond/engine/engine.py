@@ -246,7 +246,7 @@ class Engine:
         yet: then nothing says that the job can.
         """
         if self.coordinator is not None and not (self.coordinator.has_plans or any(self._plans)):
-            return "what is under way needs every rank"
+            return "pending operations need every rank"
         nodes = {loss.node for loss in losses if loss.rank < 0}
         lost = {loss.rank for loss in losses if loss.rank >= 0}.union(*(self.topology.ranks[node] for node in nodes))
         return self._plans.why_not_without(nodes, lost)

@@ -122,9 +122,9 @@ class Snapshots:
                 for node, numbers in held.items()
             )
             self._failed(
-                f"there is no snapshot of {state.plan.group!r} in {self._context.settings.snapshot_directory} that all "
-                f"hosts with shards have: {those}; bring back what is missing, or remove all of them to begin with the "
-                "first rank's parameters"
+                f"there is no snapshot of {state.plan.group!r} in {self._context.settings.snapshot_directory} that "
+                f"all hosts with shards have: {those}; restore the missing ones, or remove all of them to begin with "
+                "the first rank's parameters"
             )
             return
         self._order(state, wire.SnapshotOrder(state.plan.id, max(common, default=0), 0))

@@ -45,7 +45,7 @@ def remove_dead(root: str, keep: str = "", logs: bool = False) -> list[str]:
             except FileNotFoundError:
                 _log.debug("%s is removed by another daemon that starts", path)
             except OSError as error:
-                _log.warning("what a dead daemon left in %s cannot be removed: %s", path, error.strerror)
+                _log.warning("leftovers of a dead daemon in %s cannot be removed: %s", path, error.strerror)
     return found
 
 

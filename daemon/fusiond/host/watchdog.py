@@ -42,7 +42,7 @@ class Watchdog:
     def _look(self) -> None:
         now = self._loop.clock()
         if now - self._last > self._limit:
-            _log.warning("the event loop stood still for %.1f s; where it was stands above", now - self._last)
+            _log.warning("the event loop stood still for %.1f s; its stack is above", now - self._last)
         self._last = now
         signal.setitimer(signal.ITIMER_REAL, self._limit)  # replaces the timer before
 

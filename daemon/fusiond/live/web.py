@@ -52,7 +52,7 @@ class WebServer:
             listener = socket.create_server((LOOPBACK, port))
         except OSError as error:
             raise FusionError(
-                f"port {port} of {LOOPBACK} cannot be had: {os.strerror(error.errno or 0)}; name another one"
+                f"port {port} of {LOOPBACK} is not available: {os.strerror(error.errno or 0)}; name another one"
             ) from None
         self.url = "http://{}:{}".format(*listener.getsockname())
         self._pages = pages

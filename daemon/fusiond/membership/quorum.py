@@ -296,8 +296,8 @@ class Views:
         reasons = "; ".join(dict.fromkeys(loss.why for loss in self._losses()))
         if not error:
             error = (
-                f"node {self._node} (host {host}) is cut off from most of the job, which has given it up or cannot go "
-                f"on either: {reasons}"
+                f"node {self._node} (host {host}) is cut off from most of the job, which has declared it dead or "
+                f"cannot go on either: {reasons}"
             )
         if not enough:
             self.resign(f"node {self._node} (host {host}) is cut off: {reasons}")

@@ -72,7 +72,9 @@ def combined(local: Sequence[Contribution], count: int) -> Contribution:
             raise RequestError(f"of {count} ranks of a node, some ask for a part of the result, and some for all of it")
         return local[0]
     if all(share == wire.ELSEWHERE for share in shares):
-        raise RequestError(f"of {len(local)} ranks of a node, none has what they could not combine among themselves")
+        raise RequestError(
+            f"none of {len(local)} ranks of a node has the parts that they could not combine among themselves"
+        )
     if shares.count(wire.OF_NODE) != 1 or wire.OWN in shares or wire.PART in shares:
         raise RequestError(
             f"of {count} ranks of a node, {shares.count(wire.OWN)} submit their own contribution, "

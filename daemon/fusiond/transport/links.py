@@ -176,7 +176,7 @@ class Link:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected()
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._tell.refused(self, "it refuses this node's key: it has given this node up, or has been told of "
+                self._tell.refused(self, "it refuses this node's key: it has declared this node dead, or knows "
                                    "other peers")  # fmt: skip
             elif event == zmq.EVENT_DISCONNECTED:
                 self._broke()

@@ -414,7 +414,7 @@ class Mesh:
             wire.Reopen: self._reopen,
             wire.Reopened: self._reopened,
             wire.Leaving: self._leaving,
-            wire.GivenUp: lambda peer, word: self.lose(peer.node, f"it has given this node up ({word.why})"),
+            wire.GivenUp: lambda peer, word: self.lose(peer.node, f"it has declared this node dead ({word.why})"),
         }
 
     def _reopen(self, peer: Peer, asked: wire.Reopen) -> None:

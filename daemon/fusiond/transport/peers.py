@@ -311,15 +311,15 @@ class Peer:
                 return f"its {link.name} broke and could not be made again within {most:g} s"
             if link.out.full:
                 return (
-                    f"it does not take what it is sent: {len(link.out)} messages ({link.out.nbytes / 2**20:.0f} MiB) "
-                    f"on its {link.name} are not acknowledged"
+                    f"it does not accept data: {len(link.out)} messages ({link.out.nbytes / 2**20:.0f} MiB) on its "
+                    f"{link.name} are not acknowledged"
                 )
             if link.fruitless(now) > most:
                 return f"its {link.name} breaks again and again, and nothing gets through it"
         if self.sending.full:
             return (
-                f"it does not take what it is sent: {len(self.sending)} messages "
-                f"({self.sending.nbytes / 2**20:.0f} MiB) wait for its payload connections"
+                f"it does not accept data: {len(self.sending)} messages ({self.sending.nbytes / 2**20:.0f} MiB) wait "
+                "for its payload connections"
             )
         return ""
 
@@ -353,7 +353,7 @@ class Peer:
         level = logging.DEBUG if self.flapping.under_way else logging.WARNING
         _log.log(
             level,
-            "the %s to node %d (host %s) broke, and stands again after %.2f s; %d messages were sent again so far",
+            "the %s to node %d (host %s) broke, and works again after %.2f s; %d messages were sent again so far",
             link.name, self.node, self.host, seconds, link.resent,
         )  # fmt: skip
 

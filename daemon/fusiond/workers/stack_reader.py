@@ -99,7 +99,7 @@ class Source:
         if self.memfd < 0:
             return "no stack: the script handles the signal that would show it"
         if not is_handled(self.pid, self.number):
-            return "no stack: the script has changed what the signal does that would show it"
+            return "no stack: the script handles the signal that would show it"
         return ""
 
 

@@ -94,9 +94,7 @@ def main() -> None:
     try:
         data = cloudpickle.dumps(result)
     except (TypeError, pickle.PicklingError) as error:
-        raise TypeError(
-            f"what the function returned, a {type(result).__name__}, cannot be sent back: {error}"
-        ) from error
+        raise TypeError(f"the function's result, a {type(result).__name__}, cannot be sent back: {error}") from error
     with open(result_fd, "wb") as file:
         file.write(data)
 

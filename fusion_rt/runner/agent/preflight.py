@@ -108,7 +108,7 @@ def _memory(workers: int) -> str:
         finally:
             os.close(fd)
     except OSError as error:
-        return f"no shared memory can be had (memfd): {error.strerror}"
+        return f"no shared memory can be made (memfd): {error.strerror}"
     return ""
 
 

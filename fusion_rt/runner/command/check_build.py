@@ -59,7 +59,7 @@ def report() -> str:
             _row("NCCL", nccl, nccl),
             *(_row(name, _version(name.lower()), _version(name.lower())) for name in ("Numba", "Numba-CUDA")),
             _row("ZeroMQ with CURVE", curve, daemon.get("zmq", "")),
-            _row("Tensors read where they lie", *_own_memory()),
+            _row("Tensors read in place", *_own_memory()),
             *(_row(name, _version(name.lower()), _version(name.lower())) for name in ("Ray", "Horovod")),
         ],
         "Codecs": [_row(name) for name in daemon.get("codecs", ())],

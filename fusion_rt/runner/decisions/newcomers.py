@@ -134,8 +134,8 @@ class Newcomers:
         if slot.failures >= _FAILURES:
             slot.closed_until = math.inf
             return (
-                f"slot {place[1]} of host {place[0]} is given up: {slot.failures} workers in a row have failed there, "
-                f"none after more than {STEADY_S:g} s of training; the last: {in_short(failure)}"
+                f"slot {place[1]} of host {place[0]} is abandoned: {slot.failures} workers in a row have failed "
+                f"there, none after more than {STEADY_S:g} s of training; the last: {in_short(failure)}"
             )
         if slot.failures > 1:
             seconds = _BACK_OFF_S * 2 ** (slot.failures - 2)

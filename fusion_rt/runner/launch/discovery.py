@@ -62,7 +62,7 @@ class Discovery:
                 hosts, _ = await self.ask(children)
             except FusionError as error:
                 if not is_warned:
-                    warn(f"hosts are not found any more, and those found last are kept: {error}")
+                    warn(f"hosts cannot be found any more, and the last ones are kept: {error}")
                 is_warned = True
             else:
                 is_warned = False
@@ -97,7 +97,7 @@ class Discovery:
         try:
             return parse_hosts(",".join(lines), self._slots) if lines else (), stderr
         except SettingError as error:
-            raise FusionError(f"{self._name} printed what is no host: {error}") from None
+            raise FusionError(f"{self._name} printed a line that is no host: {error}") from None
 
     async def first(self) -> tuple[Host, ...]:
         """The hosts at the start of a job; passes on what the script prints to its standard error.

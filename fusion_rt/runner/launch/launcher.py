@@ -306,7 +306,7 @@ class Launch:
         if not (self.failures or self._interrupt or self._has_joined) and self._is_of_several:
             self._warn(
                 f'no worker has joined the job, by hvd.init() or init_process_group("fusion"): {self.topology.size} '
-                "processes ran the script, and had nothing to do with each other"
+                "processes ran the script, each alone"
             )
         self._decisions.close()
         self._over.set()

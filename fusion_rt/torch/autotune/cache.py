@@ -98,7 +98,7 @@ def load(folder: Path, fingerprint: Fingerprint) -> tuple[Setting, str] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:  # of msgspec, too
-        warnings.warn(f"what was tuned before, in {path}, is not used: {error}; remove the file", stacklevel=2)
+        warnings.warn(f"the tuning result in {path} is not used: {error}; remove the file", stacklevel=2)
         return None
     return Setting(**msgspec.structs.asdict(found.setting)), str(path)
 
@@ -124,6 +124,6 @@ def save(folder: Path, fingerprint: Fingerprint, setting: Setting, score: float,
             os.unlink(temporary)
             raise
     except OSError as error:
-        warnings.warn(f"what was tuned cannot be kept in {folder}: {error}", stacklevel=2)
+        warnings.warn(f"the tuning result cannot be kept in {folder}: {error}", stacklevel=2)
         return ""
     return str(path)

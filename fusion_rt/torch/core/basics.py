@@ -63,10 +63,10 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
 
     `fusionrun` has started the daemon of this node; under any other launcher, or alone, the node's first worker does.
 
-    In an elastic job the launcher is asked for a place in the next membership epoch when this one does not come about,
-    because another worker has died, say; and so on, until it does or the launcher gives up. A worker that is started
-    while the others train joins nothing yet: it has the ranks that it is to have, and no operations, until it comes to
-    the function of `elastic.run`.
+    In an elastic job a membership epoch may not come about, because another worker has died, for example. Then `init`
+    asks the launcher for a place in the next one, until an epoch begins or the launcher ends the job. A worker that is
+    started while the others train joins nothing yet: it has its future ranks, and no operations, until it reaches the
+    function of `elastic.run`.
 
     Args:
         comm: Horovod's; None, or all ranks, as a list or an MPI communicator.
@@ -232,11 +232,11 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begins Horovod's timeline in a file, in place of the one that there may be; returns once it is being written.
+    """Begins Horovod's timeline in a file, in place of an earlier one; returns when the file is being written.
 
-    The file is rank 0's, on its host, and calls of other ranks do nothing; with `--timeline-all-ranks` each rank has
-    one, with its number before the suffix, and each host records from the first call of one of its ranks on. A file
-    that is there already is kept, with .1 behind its name.
+    The file is rank 0's, on its host, and calls of other ranks do nothing. With `--timeline-all-ranks` each rank has
+    one, with its number before the suffix, and each host records from the first call of one of its ranks on. An
+    existing file is kept, with .1 behind its name.
 
     Args:
         file_path: of the file.

@@ -141,8 +141,7 @@ def network_stats() -> dict[str, int]:
 
     They are the payload of all messages of this node's workers and shards, with any algorithm and codec, as it was
     sent. Neither headers of TCP and Ethernet nor the messages that measure links are counted. Both are 0 in a job of
-    one node. In an elastic job what was exchanged with nodes that are gone is not counted any more. Any rank of a node
-    may ask.
+    one node. In an elastic job bytes exchanged with lost nodes no longer count. Any rank of a node may ask.
 
     Raises:
         ValueError: before `init`.
@@ -156,7 +155,7 @@ def compression_stats() -> dict[str, dict[str, float]]:
     Returns: for each distributed optimizer whose codec keeps count (`"optimizer.1"`, in the order in which they were
         made) and in `"total"`: `bytes_dense` that would have been sent to other nodes, `bytes_packed` that were sent,
         and the share that was `saved`; how many elements were `asked` for and `selected`, by codecs that select;
-        the `seconds` spent on it; and `residual_norm`, the L2 norm of what has not been sent.
+        the `seconds` spent on it; and `residual_norm`, the L2 norm of the unsent values.
 
     Raises:
         ValueError: before `init`.

@@ -150,7 +150,7 @@ class _NoClient:
 
 # Told by whoever keeps something from one operation to the next: optimizers.
 before_join: list[Callable[[Runtime], object]] = []
-"""Called when this worker is about to join (`hvd.join`), so that nobody waits for what it has begun."""
+"""Called when this worker is about to join (`hvd.join`), so that no rank waits for its pending work."""
 after_join: list[Callable[[int], object]] = []
 """Called when all ranks have joined, with the last one."""
 before_leaving: list[Callable[[], object]] = []

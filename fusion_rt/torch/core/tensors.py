@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Makes a tensor in the arena, with undefined contents: a communication buffer.
 
-    `allreduce_` and `broadcast_` work on such a tensor where it lies, without the copies that any other tensor needs.
+    `allreduce_` and `broadcast_` work on such a tensor in place, without the copies that any other tensor needs.
     An extension of Horovod's interface.
 
     Args:

@@ -69,10 +69,10 @@ def hook(modules: Iterable[torch.nn.Module]) -> list[RemovableHandle]:
 
 
 def synchronize_parameters(*optimizers: Any) -> None:
-    """Applies the updates that wait for a forward pass, so that parameters are what they would be without overlap.
+    """Applies the updates that wait for a forward pass; parameters are then the same as without overlap.
 
-    To be called between `step()` and anything that reads parameters without a module's forward pass or `state_dict`.
-    Each rank may do so by itself: gradients are on their way already.
+    Call it between `step()` and code that reads parameters without a module's forward pass or `state_dict`. One rank
+    may call it alone: gradients are on their way already.
 
     Args:
         optimizers: distributed optimizers; by default all that there are. Those without overlap have nothing to apply.

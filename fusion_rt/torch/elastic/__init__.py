@@ -64,7 +64,7 @@ def run(
     not ends here, with `SystemExit`. Where membership is fixed, "the next epoch" means that this worker leaves the job
     and joins it again after an error, and nothing otherwise. That can succeed only if every rank of the job does the
     same. Where one is gone, or its daemon is, the job cannot go on, and the error is raised. It is also raised if it
-    comes back before anything was committed: it would come back for ever.
+    comes back before anything was committed, since it would come back forever.
 
     Operations on all ranks (`allreduce`, ...) belong inside the function: a new worker begins with it, while the others
     are in the middle of it.

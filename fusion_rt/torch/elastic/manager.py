@@ -97,8 +97,8 @@ class Manager:
     def batches(self, loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
         """Yields a loader's batches of the rest of its sampler's epoch, and records those that steps have taken.
 
-        A batch comes again if its step was left out. After a change that leads back to a commit, or lets newcomers in,
-        the loader begins anew, with what is left of the epoch there.
+        A batch comes again if its step was left out. After a return to a commit, or when newcomers come in, the loader
+        begins anew, with the rest of the epoch.
 
         Args:
             loader: with batches of a fixed size, of the samples that an `ElasticSampler` in the state names.
@@ -130,8 +130,8 @@ class Manager:
 
     @contextmanager
     def step(self) -> Iterator[ManagedStep]:
-        """Takes a step of the training: a context, of which nothing is left if a rank is lost and the others cannot go
-        on in the middle of it. It ends with a commit now and then.
+        """Takes a step of the training, as a context. If a rank is lost and the others cannot go on in the middle of
+        the step, nothing of it is left. Some steps end with a commit.
 
         Raises:
             HorovodInternalError: a rank is gone, in a job that is not elastic.

@@ -50,14 +50,15 @@ class _Pass:
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Deals the samples of a dataset to the ranks, as `DistributedSampler` does, and again the rest of an epoch.
+    """Deals the samples of a dataset to the ranks, as `DistributedSampler` does, and the rest of an epoch anew.
 
     All ranks have the same order of samples in an epoch. Those that are done are its first `processed_num`; of the rest
-    each rank gets every `size`-th, starting at its own. All ranks have to record alike for that: after each step, say.
+    each rank gets every `size`-th, starting at its own. So all ranks have to record alike, after each step for example.
 
     When ranks are lost in the middle of an epoch and the others stay in their loops, `follow` deals the rest anew. Each
-    keeps what its loader has fetched already; the rest, with what the lost ranks have not done, goes to those who are
-    left, so that all of them have as many batches. Where other loaders have fetched their last batch before that, the
+    keeps the samples that its loader has fetched already. The others, with the undone ones of the lost ranks, are dealt
+    so that all remaining ranks have equally many batches. Where other loaders have fetched their last batch before
+    that, the
     samples of the lost ranks are *late*: they belong to the next epoch.
 
     Usage:

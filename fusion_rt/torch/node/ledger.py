@@ -108,7 +108,7 @@ class State(msgspec.Struct):
 
     def give_up(self, why: str) -> None:
         """Ends combining for good; the first reason counts. Steps that some rank has begun fail, no others."""
-        self.broken = self.broken or why[:_MAX_WHY] or "a rank of this node has given up"
+        self.broken = self.broken or why[:_MAX_WHY] or "a rank of this node has stopped"
         self.withdraw()
 
 

@@ -85,10 +85,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data, and waits until every rank has called it.
+    """Announces that this rank has no more data, and waits until every rank has called it.
 
-    Until then this rank contributes zeros to the others' all-reduces, and is left out of means of parameters. Nothing
-    else is possible meanwhile: a broadcast, say, fails on all ranks.
+    Until then this rank contributes zeros to the others' all-reduces, and is left out of means of parameters. Other
+    operations are not possible meanwhile: a broadcast, for example, fails on all ranks.
 
     Args:
         device: accepted for Horovod's sake, and ignored.

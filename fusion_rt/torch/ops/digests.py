@@ -89,8 +89,8 @@ class Digests:
         except HorovodInternalError:
             return  # nothing depends on it; of a rank that is lost the next exchange says what is to do
         if different and not self._differs:
-            warnings.warn(f"the ranks' parameters differ since {since}: {different} from most ranks; what ranks do to "
-                          "them beside the optimizer's steps has to be the same on all, and hvd.broadcast_parameters "
+            warnings.warn(f"the ranks' parameters differ since {since}: {different} from most ranks; changes besides "
+                          "the optimizer's steps have to be the same on all ranks, and hvd.broadcast_parameters "
                           "makes them equal at the beginning; hosts with different processors may round differently "
                           "(FUSION_CHECK_PARAMETERS=0 compares nothing)", stacklevel=5)  # fmt: skip
         self._differs = bool(different)

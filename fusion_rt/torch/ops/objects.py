@@ -21,10 +21,10 @@ from fusion_rt.torch.core.runtime import runtime
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank `root_rank`.
+    """Broadcasts the object of rank `root_rank`.
 
     Args:
-        obj: anything that can be pickled; what other ranks than the root pass is ignored.
+        obj: anything that can be pickled; only the root's counts.
         root_rank: whose object is broadcast.
         name: pairs the ranks' operations.
         process_set: the ranks that take part.
@@ -47,7 +47,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in the order of ranks.
+    """Gathers the objects of all ranks, in the order of ranks.
 
     Args:
         obj: anything that can be pickled.

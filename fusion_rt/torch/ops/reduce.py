@@ -35,8 +35,8 @@ def allreduce(
         average: deprecated, use `op`: True for `Average`, False for `Sum`.
         name: pairs the ranks' operations.
         compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(0.01)` and its like, or a class with `compress` and
-            `decompress`. There is no error feedback: what a lossy codec leaves out is lost here, while a distributed
-            optimizer sends it later. `fusionrun --compression` does not apply.
+            `decompress`. There is no error feedback: values that a lossy codec leaves out are lost here, while a
+            distributed optimizer sends them later. `fusionrun --compression` does not apply.
         op: `Average` (the default; of integers it is that of their sum in 64 bits, truncated toward zero; not for
             bool), `Sum` (wraps around where integers overflow, as torch does), `Min`, `Max`, `Product`, or `Adasum`
             (for floating-point tensors). Complex tensors have `Average` and `Sum`, part by part.

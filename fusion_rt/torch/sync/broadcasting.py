@@ -22,13 +22,14 @@ def broadcast_parameters(
     """Gives all ranks the parameters of rank `root_rank`, in place.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. What is None is left out.
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. Entries that are None are left
+            out.
         root_rank: whose values count.
         process_set: the ranks that take part.
 
     Raises:
         ValueError: `params` is something else, or there is no such root.
-        HorovodInternalError: it failed, on all ranks; for instance because the ranks' models differ.
+        HorovodInternalError: it failed, on all ranks; for example because the ranks' models differ.
     """
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = list(sorted(params.items()))
@@ -54,13 +55,12 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives all ranks the state of the optimizer of rank `root_rank`: options of its groups, momenta and so on.
 
-    The other ranks' optimizers need not have any state yet (after a restart from a checkpoint only the root has). No
-    step is taken to make some, unlike in Horovod, where weight decay then changes the parameters. What such a step
-    leaves behind there, and scripts have come to expect, is left behind here too: an optimizer that had no state has
-    gradients afterwards, which are zeros where there were none.
+    The other ranks' optimizers need not have any state yet (after a restart from a checkpoint only the root has).
+    Unlike Horovod, this takes no step to make some, in which weight decay would change the parameters. An optimizer
+    without state has gradients afterwards, as scripts for Horovod expect: zeros where there were none.
 
-    What a codec has not sent is each node's own and is not broadcast: a node that is not in the root's step, since it
-    has not loaded the checkpoint that the root has, starts with none.
+    A codec's residual is each node's own and is not broadcast. A node that has not loaded the root's checkpoint, and so
+    is not in the root's step, starts with none.
 
     Args:
         optimizer: any optimizer, distributed or not, with the same parameters on all ranks.

@@ -215,14 +215,16 @@ class Checkpoint:
             node, rates = int(saved["node"]), {str(name): float(rate) for name, rate in saved["rates"].items()}
             state = {str(key): value.detach().cpu().contiguous().numpy() for key, value in saved["state"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"what is saved under {KEY!r} is no state of a distributed optimizer: {error!r}") from None
+            raise ValueError(
+                f"the entry {KEY!r} of the checkpoint is no state of a distributed optimizer: {error!r}"
+            ) from None
         self._check(state)
         own = here.client.welcome.node
         if node != own and here.local_rank == 0 and own == (0 if node else 1):
             warnings.warn(
-                f"this checkpoint has what the codec {saved.get('codec')} had not sent on node {node}; on the other "
-                f"nodes that is lost, and they start with none. To keep it, save optimizer.state_dict() on one rank of "
-                f"each node (where hvd.local_rank() == 0) to a file of its own, and load on each node its own",
+                f"this checkpoint has the residuals of the codec {saved.get('codec')} on node {node} only; the other "
+                "nodes start with none. To keep all, save optimizer.state_dict() on one rank of each node (where "
+                "hvd.local_rank() == 0) to a file of its own, and load each node's own file",
                 stacklevel=4,
             )
         if not selections.led:

@@ -156,8 +156,8 @@ class InBackward(When):
             self._keep(slot)
         else:
             raise RuntimeError(
-                f"parameter {slot.name!r} gets its gradient in several parts in one backward pass, of which the first "
-                "is being reduced already, as it happens with torch.utils.checkpoint(use_reentrant=True) where a "
+                f"parameter {slot.name!r} gets its gradient in several parts in one backward pass, and the first "
+                "part is being reduced already. This happens with torch.utils.checkpoint(use_reentrant=True) if a "
                 "module is used more than once; use use_reentrant=False"
             )
 

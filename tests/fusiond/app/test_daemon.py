@@ -373,7 +373,7 @@ def test_the_end_of_standard_input_ends_a_daemon_and_its_job(daemons: MakeDaemon
     job = daemons(1).start()
     job.join()
     assert job.end(0) == 1
-    with pytest.raises(HorovodInternalError, match="whoever started the daemon of host host0 is gone"):
+    with pytest.raises(HorovodInternalError, match="the process that started the daemon of host host0 is gone"):
         add(job.clients[0])
     assert job.files(0) == set()
 

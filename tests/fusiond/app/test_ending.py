@@ -198,7 +198,7 @@ def test_when_the_starter_is_gone_the_daemon_goes_and_says_why_if_it_still_had_w
     world = World()
     world.ending.starter_gone()
     assert world.has_stopped()
-    assert world.ending.failure == "whoever started the daemon of host a is gone"
+    assert world.ending.failure == "the process that started the daemon of host a is gone"
 
 
 def test_when_the_starter_is_gone_after_the_workers_that_is_no_failure() -> None:

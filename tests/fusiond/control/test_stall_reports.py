@@ -76,8 +76,8 @@ def test_a_node_that_does_not_say_where_its_ranks_are_is_named_and_delays_the_en
     handle = job.submit(0, "x", SUM, VALUES)
     job.submit(1, "x", SUM, VALUES)
     job.pass_time(26)
-    assert "\nhost host1 (node 1) did not say where its ranks are" in job.warnings[0]
-    assert "did not say where" in job.error(0, handle)
+    assert "\nhost host1 (node 1) did not report where its ranks are" in job.warnings[0]
+    assert "did not report where" in job.error(0, handle)
 
 
 def test_what_comes_while_it_is_asked_where_the_missing_are_is_not_lost() -> None:

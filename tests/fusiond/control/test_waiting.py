@@ -148,7 +148,7 @@ def test_where_ranks_are_goes_after_a_sentence() -> None:
         "\nrank 0 (host a, pid 100, sleeping (S)), most recent call first:\n    /train.py:12 in slow: time.sleep(300)"
         "\nrank 3 (host c, pid 103, sleeping (S)), most recent call first:\n    /train.py:12 in slow: time.sleep(300)"
     )
-    assert describe_ranks([], [1], TOPOLOGY) == "\nhost b (node 1) did not say where its ranks are"
+    assert describe_ranks([], [1], TOPOLOGY) == "\nhost b (node 1) did not report where its ranks are"
 
 
 def test_of_many_ranks_some_are_shown() -> None:

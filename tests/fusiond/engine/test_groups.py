@@ -238,7 +238,7 @@ def test_two_groups_with_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (0, (0, 1), "rank 0 opened group 'a' a second time"),
         (1, (0, 1, 2), "rank 0 (host host0) opened it of ranks [0, 1]"),
-        (2, (0, 1), "of which whoever opens it is one"),
+        (2, (0, 1), "and its opener is one of them"),
         (1, (1, 0), "a group has different ranks"),
         (1, (1, 7), "a group has different ranks of 0 to 2"),
         (1, (), "a group has different ranks"),

@@ -85,7 +85,7 @@ def test_a_port_that_is_taken_is_said(loop: EventLoop) -> None:
     metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, lambda: FIGURES)
     port = int(metrics.url.rpartition(":")[2].partition("/")[0])
     try:
-        with pytest.raises(FusionError, match=rf"port {port} of 127\.0\.0\.1 cannot be had: Address already in use"):
+        with pytest.raises(FusionError, match=rf"port {port} of 127\.0\.0\.1 is not available: Address already in use"):
             Metrics(loop, port, "mine", TOPOLOGY, 0, lambda: FIGURES)
     finally:
         metrics.close()

@@ -223,7 +223,7 @@ def test_of_two_nodes_the_first_goes_on_without_the_second_only() -> None:
         job.check()
         assert job.going_on == ([0] if victim else [])
     assert job.members[1].error == (
-        "node 1 (host host1) is cut off from most of the job, which has given it up or cannot go on either: "
+        "node 1 (host host1) is cut off from most of the job, which has declared it dead or cannot go on either: "
         "node 0 is lost: silent"
     )
 

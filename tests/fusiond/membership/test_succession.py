@@ -189,7 +189,7 @@ def test_a_job_without_any_plan_ends_with_its_first_loss() -> None:
     job.go_on()
     assert job.left == []
     (why,) = {node.failure for node in job.members if not node.dead}
-    assert why.endswith("the job cannot go on without it: what is under way needs every rank")
+    assert why.endswith("the job cannot go on without it: pending operations need every rank")
 
 
 def test_ranks_that_do_not_agree_are_told_so_by_the_next_coordinator() -> None:

@@ -251,12 +251,12 @@ def test_a_peer_that_does_not_read_is_named_as_slow_and_given_up_when_too_much_w
     first.say(1000)
     two.until(lambda: first.lost, 0)
     assert first.lost == [
-        "it does not take what it is sent: 1001 messages (0 MiB) on its control connection are not acknowledged"
+        "it does not accept data: 1001 messages (0 MiB) on its control connection are not acknowledged"
     ]
     assert first.statistics()["slow"] == 1
     assert first.statistics()["unacknowledged_bytes"] == 0
     two.until(lambda: second.lost, 1)
-    assert second.lost == [f"it has given this node up ({first.lost[0]})"]
+    assert second.lost == [f"it has declared this node dead ({first.lost[0]})"]
 
 
 def test_a_peer_that_was_given_up_is_fenced_and_cannot_come_back(two: Two) -> None:
@@ -271,7 +271,7 @@ def test_a_peer_that_was_given_up_is_fenced_and_cannot_come_back(two: Two) -> No
     assert first.said() == [1]
     assert first.payloads() == []
     two.until(lambda: second.lost, 1)
-    assert second.lost == ["it has given this node up (for a test)"]
+    assert second.lost == ["it has declared this node dead (for a test)"]
     first.say(3)
     assert first.mesh.send_payload(1, wire.Probe(2), bytes(BORROW_FROM)) is False
     assert first.statistics()["unacknowledged_messages"] == 0

@@ -190,7 +190,7 @@ def test_a_worker_that_no_longer_handles_the_signal_is_not_killed_by_it(daemon: 
     asked = worker("signal.signal(stacks.STACK_SIGNAL, signal.SIG_DFL); ready(); time.sleep(300)")
     asked.ready()
     (found,) = daemon.ask(asked)
-    assert found.why_not == "no stack: the script has changed what the signal does that would show it"
+    assert found.why_not == "no stack: the script handles the signal that would show it"
     assert asked.process.poll() is None
 
 

@@ -112,7 +112,7 @@ def test_shared_memory_that_cannot_be_had_is_told(host: Host, monkeypatch: pytes
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(preflight.os, "posix_fallocate", refuse)
-    assert host.problems() == ["no shared memory can be had (memfd): Cannot allocate memory"]
+    assert host.problems() == ["no shared memory can be made (memfd): Cannot allocate memory"]
 
 
 def test_all_problems_are_told_at_once(host: Host, tmp_path: Path) -> None:

@@ -30,14 +30,14 @@ def test_the_list_has_what_is_installed(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_it_is_tried_whether_tensors_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_build, "_ask", lambda code: {})
-    works = "    [X] Tensors read where they lie (process_vm_readv)\n"
-    refused = "    [ ] Tensors read where they lie (the kernel does not let one process read another one: by way of"
+    works = "    [X] Tensors read in place (process_vm_readv)\n"
+    refused = "    [ ] Tensors read in place (the kernel does not let one process read another one: by way of"
     text = check_build.report()
     assert works in text or refused in text
     monkeypatch.setattr(process_memory.CALLS, "reads", 0)
     assert refused in check_build.report()
     monkeypatch.setenv("FUSION_MEMORY", "copy")
-    assert "    [ ] Tensors read where they lie (FUSION_MEMORY=copy: by way of shared memory)\n" in check_build.report()
+    assert "    [ ] Tensors read in place (FUSION_MEMORY=copy: by way of shared memory)\n" in check_build.report()
 
 
 def test_what_cannot_be_imported_is_not_crossed_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

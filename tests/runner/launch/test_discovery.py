@@ -51,7 +51,7 @@ def test_the_script_may_have_arguments(script) -> None:
         ("echo no grid >&2; echo it is over >&2; exit 7", "failed with status 7; it said:\n  no grid\n  it is over"),
         ("exit 3", "failed with status 3 and said nothing"),
         ("true", "printed no host"),
-        ("echo a:two", "printed what is no host: 'two' slots of 'a:two' is not a number"),
+        ("echo a:two", "printed a line that is no host: 'two' slots of 'a:two' is not a number"),
         ("exec sleep 60", "did not end within 0.2 s (--start-timeout)"),
     ],
 )

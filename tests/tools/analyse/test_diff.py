@@ -186,11 +186,11 @@ def test_spikes_of_one_rank_that_are_lost_in_those_of_all_are_told() -> None:
     found = compare(job(1, 95), job(2, 160))
     assert not any(row.changed for row in found.step)
     told = verdict(found)
-    assert told.startswith("steps have not changed, as far as they tell; of what rank 2 does itself, ")
+    assert told.startswith("steps have not changed, as far as they tell; of the own work of rank 2, ")
     assert "spikes are longer by" in told
     gate = diff.gate(found, 0.05)
     assert gate.slower
-    assert "spikes of what rank 2 does itself +3" in gate.what
+    assert "spikes of the own work of rank 2 +3" in gate.what
     assert not diff.gate(compare(job(3, 95), job(4, 95)), 0.05).slower
 
 

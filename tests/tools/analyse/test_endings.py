@@ -77,7 +77,7 @@ def test_what_cannot_be_known_without_the_rings_of_a_host_is_said() -> None:
     missing = gaps.unseen(trace)
     assert (missing.hosts, missing.daemons, missing.ranks) == ((0, 2), (), ())
     (sentence,) = gaps.sentences(trace, missing)
-    assert sentence.startswith("nothing is there of node 0, node 2: who kept whom waiting cannot be told")
+    assert sentence.startswith("there are no records of node 0, node 2, so the cause of waits is unknown")
     assert sentence in summary.find(trace).odd
 
 

@@ -51,7 +51,7 @@ def test_of_a_job_that_is_too_large_the_last_steps_are_read(rings: str, monkeypa
     assert steps[-10:] == list(range(30, 40))
     assert len(steps) <= 12
     (problem,) = part.problems
-    assert f"of {records:,} records those of step 30 and later are read: --steps" in problem
+    assert f"of {records:,} records only those of step 30 and later are read; --steps" in problem
 
 
 def test_of_steps_that_no_rank_has_only_the_end_of_the_job_is_read(rings: str) -> None:

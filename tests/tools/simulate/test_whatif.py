@@ -99,7 +99,7 @@ def test_the_interval_of_a_prediction_has_the_truth_in_it(record: Record, bandwi
     truth = true_step(replace(BASE, steps=12, bandwidth=bandwidth))
     if found.changed is None:  # beyond 480e6 bytes/s daemons' costs count, which 120e6 bytes/s have hidden
         assert bandwidth > BASE.bandwidth
-        assert "does not tell" in found.refused
+        assert "does not decide" in found.refused
         return
     assert found.changed.step.low <= truth <= found.changed.step.high
     assert found.changed.step.value == pytest.approx(truth, rel=0.1)
@@ -379,7 +379,7 @@ def test_the_command_prints_the_error_of_the_replay_and_the_prediction(tmp_path:
     simulate(BASE).write(tmp_path)
     shown = CliRunner().invoke(app, ["whatif", str(tmp_path), "--bandwidth", "100mbit", "--latency", "1ms"])
     assert shown.exit_code == 0, shown.output
-    assert "The replay of what was recorded is" in shown.output
+    assert "The replay of the recording is" in shown.output
     assert "models replay it about as well" in shown.output
     assert "100 Mbit/s, latency 1 ms" in shown.output
     document = json.loads(CliRunner().invoke(app, ["whatif", str(tmp_path), "--nodes", "4", "--json"]).output)

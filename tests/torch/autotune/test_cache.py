@@ -99,7 +99,7 @@ def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="what was tuned cannot be kept in"):
+    with pytest.warns(UserWarning, match="the tuning result cannot be kept in"):
         assert cache.save(tmp_path / "file", fingerprint(), FOUND, 2.0, 1.0) == ""
 
 

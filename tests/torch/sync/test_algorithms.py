@@ -647,14 +647,14 @@ TOPK = "topk(density=0.1)"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "topk of parameters": (
         lambda: attempt("dpsgd", TOPK),
-        r"dpsgd posts parameters, of which the codec topk\(density=0.1\) would leave out most; use fp16 or bf16, or",
+        r"dpsgd sends parameters, and the codec topk\(density=0.1\) would leave out most of them; use",
     ),
     "powersgd to shards": (
         lambda: attempt("asp", "powersgd"),
-        "the codec powersgd.* all-reduces its factors, which asp does not; use topk, say",
+        "the codec powersgd.* all-reduces its factors, which asp does not; use topk, for example",
     ),
     "a sum": (lambda: attempt("asp", op=hvd.Sum), "asp takes means, and cannot combine by sum; use op=Average, or"),
-    "choco alone": (lambda: attempt("choco"), "choco sends what a codec selects of a difference, and dense leaves n"),
+    "choco alone": (lambda: attempt("choco"), "choco sends a codec's selection of a difference, and dense selects n"),
     "another optimizer": (
         lambda: attempt("asp", kind=Plain),
         r"shards take the steps, by an optimizer of torch.optim, which .*\.Plain is not; use one of these, or another",
@@ -669,7 +669,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "nobody left": (
         lambda: attempt("partial(backup=4)"),
-        r"partial\(backup=4\) would wait for nobody: there are 4 ranks, and 4 are backups",
+        r"partial\(backup=4\) would wait for no rank: there are 4 ranks, and 4 are backups",
     ),
     "too many": (
         lambda: attempt("softsync(contributions=5)"),

@@ -133,7 +133,7 @@ def _of_ranks(found: Diff, ranks: Sequence[int]) -> str:
     first, *others = ranks
     changed = "; ".join(_in_words(row) for row in found.ranks[first] if row.changed)
     more = f" (and of {len(others)} more ranks)" if others else ""
-    return f"of what rank {first} does itself, {changed}{more}"
+    return f"of the own work of rank {first}, {changed}{more}"
 
 
 def _in_words(row: Comparison) -> str:
@@ -203,7 +203,7 @@ def _of_one(found: Diff, limit: float) -> list[str]:
             if row.measure == SHARE or step.before is None or not row.changed or row.difference is None:
                 continue
             if row.difference > limit * step.before and step.high > limit * step.before:
-                slower.append(f"{row.measure} of what rank {rank} does itself {row.difference / step.before:+.1%}")
+                slower.append(f"{row.measure} of the own work of rank {rank} {row.difference / step.before:+.1%}")
                 break
     return slower
 

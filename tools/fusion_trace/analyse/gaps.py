@@ -50,7 +50,7 @@ def sentences(trace: JobTrace, found: Unseen) -> Iterator[str]:
     """Yields what cannot be known, a sentence each."""
     if found.hosts:
         yield (
-            f"nothing is there of {_hosts(trace, found.hosts)}: who kept whom waiting cannot be told, because their "
+            f"there are no records of {_hosts(trace, found.hosts)}, so the cause of waits is unknown, because their "
             "ranks may have been the slow ones, nor how their links and daemons are"
         )
     if found.daemons:

@@ -140,14 +140,14 @@ def diff(
         str, typer.Argument(help="A job's id, or a directory or file with its rings; by default the newest but one.")
     ] = "",
     after: Annotated[
-        str, typer.Argument(help="Another, or the same with other --after-steps; by default the newest job.")
+        str, typer.Argument(help="Another job, or the same one with other --after-steps; by default the newest job.")
     ] = "",
     steps: StepsOption = "",
     after_steps: Annotated[
         str, typer.Option("--after-steps", metavar="A:B", help="The steps of the second one, if not --steps.")
     ] = "",
-    confidence: Annotated[float, typer.Option(help="Of all intervals at once.", min=0.5, max=0.9999)] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the resampling.", min=0)] = 0,
+    confidence: Annotated[float, typer.Option(help="Confidence of all intervals at once.", min=0.5, max=0.9999)] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the resampling.", min=0)] = 0,
     fail_above: Annotated[
         str,
         typer.Option(
@@ -257,9 +257,11 @@ def hang(
 @app.command()
 def whatif(
     what: What = None,
-    bandwidth: Annotated[str, typer.Option(help="Of every link: 100mbit, 2.5gbit.", show_default=False)] = "",
-    latency: Annotated[str, typer.Option(help="Of every link, one way: 200us, 5ms.", show_default=False)] = "",
-    density: Annotated[float | None, typer.Option(help="Of topk; 1 is no compression.", show_default=False)] = None,
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of every link: 100mbit, 2.5gbit.", show_default=False)] = "",
+    latency: Annotated[str, typer.Option(help="Latency of every link, one way: 200us, 5ms.", show_default=False)] = "",
+    density: Annotated[
+        float | None, typer.Option(help="Density of topk; 1 is no compression.", show_default=False)
+    ] = None,
     codec: Annotated[str, typer.Option(help="Another codec: fp16, powersgd(rank=2).", show_default=False)] = "",
     fusion_threshold: Annotated[str, typer.Option(help="Size of buckets: 4MiB.", show_default=False)] = "",
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.", show_default=False)] = None,

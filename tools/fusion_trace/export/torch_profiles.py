@@ -113,10 +113,10 @@ def _named_rank(path: str) -> tuple[int | None, str]:
 def _worker(trace: JobTrace, every: list[dict[str, Any]], rank: int | None, path: str) -> Process:
     if rank is not None:
         if rank not in trace.workers:
-            raise TraceError(f"there is no ring of rank {rank}, of which {path} is said to be")
+            raise TraceError(f"there is no ring of rank {rank}, which is named for {path}")
         return trace.workers[rank]
     pids = {event.get("pid") for event in every if isinstance(event.get("pid"), int)}
     found = [worker for worker in trace.workers.values() if worker.pid in pids]
     if len(found) != 1:
-        raise TraceError(f"whose trace {path} is cannot be told by the ids of processes in it: say RANK={path}")
+        raise TraceError(f"the rank of the trace {path} cannot be found by the ids of its processes: write RANK={path}")
     return found[0]

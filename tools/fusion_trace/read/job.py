@@ -163,8 +163,8 @@ def load(what: Sequence[str], root: str, chosen: StepRange = EVERY_STEP) -> JobT
     parts = windows(headers, chosen)
     if parts.chosen is not None:
         problems.append(
-            f"of {parts.records:,} records those of step {parts.chosen.first} and later are read: --steps, where a "
-            "command has it, chooses others"
+            f"of {parts.records:,} records only those of step {parts.chosen.first} and later are read; --steps "
+            "chooses others, for commands that have it"
         )
     for path in told("reading rings", [*headers]):
         try:

@@ -20,7 +20,7 @@ from fusion_trace.read.span_columns import matched
 
 Ints = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).min
-"""The time of what was not recorded."""
+"""The time of unrecorded events."""
 
 _FIELDS = ("kind", "time", "value", "extra", "peer")
 

@@ -32,7 +32,7 @@ def show(first: JobTrace, second: JobTrace, found: Diff, confidence: float) -> N
             out.print(f"and {len(changed) - MOST_RANKS} more ranks that have changed (--json has all)")
     if same := len(found.ranks) - len(changed):
         out.print()
-        out.print(f"no change in what {count(same, 'rank')} did {'itself' if same == 1 else 'themselves'}")
+        out.print(f"no change in the own work of {count(same, 'rank')}")
     out.print(
         f"intervals of the difference; those of a table hold at once with {confidence:.0%} confidence, and where none "
         "is shown there are too few steps, or spikes",

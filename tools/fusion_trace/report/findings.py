@@ -14,8 +14,8 @@ EXPOSED = IDLE = 0.1  # of a step, from which on it is told
 _MOST = 3  # stragglers; the section about them has all
 
 _OF_CAUSE = {
-    "compute": "Its own work is slow: find out what it does there that the others do not, or whether its host is busy "
-    "with something else; an algorithm that waits for nobody would hide it (documentation: Training algorithms).",
+    "compute": "Its own work is slow: compare it with the work of the others, and check whether its host is busy "
+    "with something else; an algorithm without waits would hide it (documentation: Training algorithms).",
     "negotiation": "Tensors outside of the plan are asked for one by one: reduce them less often, or together.",
     "daemon": "Something is ready and does not go on: the daemon's host is busy with something else (fusiond top).",
     "wire": "It is slower than other links: look at the network there, or send less over it (documentation: "

@@ -117,7 +117,7 @@ def stack_of(entry: _Document) -> wire.Stack:
 
 def ending_lines(found: Ending, most: int = 20) -> Sequence[_Line]:
     """Returns the lines about a job that is gone, each with its style."""
-    shown = [(f"job {found.job}: no daemon of it runs on this host; from what was recorded until it ended", "bold")]
+    shown = [(f"job {found.job}: no daemon of it runs on this host; from its records until it ended", "bold")]
     shown += [(f"  {problem}", "yellow") for problem in found.problems]
     shown += [(f"  {sentence}", "bold red") for sentence in found.died]
     if not found.waiting:

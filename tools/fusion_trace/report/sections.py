@@ -97,8 +97,8 @@ def _ranks(report: Report) -> Section:
     per = max((column.last - column.first + 1 for column in report.columns), default=1)
     if per > 1:
         about.append(
-            f"Of single steps, each column is the mean of up to {per} that follow each other, and marks are the "
-            "longest and the shortest of these."
+            f"In charts of single steps, each column is the mean of up to {per} that follow each other, and marks "
+            "are the longest and the shortest of these."
         )
     about.append("A click on a step makes the page's address one of that step, for others to open.")
     if len(report.ranks) > charts.MOST_TO_CHOOSE:
@@ -145,7 +145,7 @@ def _overlap(report: Report) -> Section:
         "Overlap, step by step and bucket by bucket",
         told=(told,),
         about=(
-            "A bucket whose exchange takes long and for which nobody waits is hidden; the last ones seldom are."
+            "A bucket whose exchange takes long and causes no wait is hidden; the last ones seldom are."
             + (
                 f" Not listed: {count(once, 'tensor')} exchanged only once, which `fusion-trace buckets` has."
                 if once
@@ -253,8 +253,8 @@ def _path(report: Report) -> Section:
         f"Critical path of step {path.step.number}, which is of median length",
         told=(told,),
         about=(
-            "Back from the moment when the last rank ends the step: whoever was busy then, what it had waited for, who "
-            "was busy with that, and so on. What is on the path is what would have to be faster.",
+            "The path goes back from the moment when the last rank ends the step: who was busy then, what that had "
+            "waited for, who was busy with it, and so on. To shorten the step, make an activity on the path faster.",
         ),
         charts=(charts.path_chart(report.trace, path.segments, path.step.begin),),
         tables=(Table(table.title, table.columns, (*table.rows, whole), table.left),),
@@ -264,15 +264,15 @@ def _path(report: Report) -> Section:
 def _timeline(report: Report) -> Section:
     ranks = max(len({part.rank for part in report.ranks}), 1)
     about = [
-        "All that was recorded of a step; the menu has others, and --timeline A:B draws those you name. Turn the "
-        "wheel, spread two fingers, press + and -, or use the buttons to look closer; drag, or press the arrow keys, "
-        "to move; press 0 for the whole step.",
+        "The whole recording of a step; the menu has others, and --timeline A:B draws those you name. Turn the "
+        "wheel, spread two fingers, press + and -, or use the buttons to look closer; drag, or press the arrow "
+        "keys, to move; press 0 for the whole step.",
     ]
     if ranks > timeline.MOST_RANKS:
         about.append(f"Drawn are the first {timeline.MOST_RANKS} ranks, and the daemons of their nodes.")
     if any(step.left_out for step in report.drawn):
         most = max(report.drawn, key=lambda step: step.left_out)
-        about.append(f"What is shortest is left out: {most.left_out} activities of step {most.number}, for instance.")
+        about.append(f"The shortest activities are left out: {most.left_out} of step {most.number}, for example.")
     return Section("timeline", "Timeline of single steps", about=tuple(about), charts=(charts.timeline(report.drawn),))
 
 
@@ -282,16 +282,16 @@ def _whatif(report: Report) -> Section:
     if not curves.curves:
         return Section("whatif", title, told=(Told(f"Left out: {curves.why_not}.", "", False),))
     told = Told(
-        f"The replay of what was recorded is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}: "
-        "by so much, at least, predictions may be wrong; `fusion-trace whatif` tells the interval of each, and which "
-        "ones the recording does not tell.",
+        f"The replay of the recording is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}: "
+        "predictions may be wrong by at least as much; `fusion-trace whatif` prints the interval of each, and "
+        "refuses those that the recording does not support.",
         "",
         abs(curves.error) > DOUBTFUL,
     )
     about = (
         f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif) with every "
-        f"link of that bandwidth; latencies as recorded, codec {curves.codec}. The cross is what was recorded. What "
-        "other codecs cost was measured on the machine that wrote this page.",
+        f"link of that bandwidth; latencies as recorded, codec {curves.codec}. The cross is the recording. The costs "
+        "of other codecs were measured on the machine that wrote this page.",
         *(f"Note: {problem}." for problem in curves.problems),
     )
     rows = tuple(

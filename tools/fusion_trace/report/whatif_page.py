@@ -61,7 +61,7 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
         _row(table, _words(change), found.changed)
     console.print(table)
     console.print(
-        f"The replay of what was recorded is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}; "
+        f"The replay of the recording is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}; "
         f"{_models(len(found.models))} about as well."
     )
     if found.changed is not None:

@@ -169,7 +169,7 @@ def _slowed(recorded: Recorded, factor: float) -> Recorded:
 
 
 _Way = tuple[str, Recorded, float]
-"""A model: its words, the recording with what it changes, and by how much it scales costs of codecs."""
+"""A model: its words, the recording with its changes, and the factor of the costs of codecs."""
 
 
 def _ways(recorded: Recorded) -> list[_Way]:
@@ -324,8 +324,8 @@ def _no_rate(recorded: Recorded, sent: float) -> str:
 
 def _too_wrong(error: float) -> str:
     return (
-        f"the best replay of what was recorded is {abs(error):.0%} too {'long' if error > 0 else 'short'}, so that the "
-        "simulation has not what these steps are made of"
+        f"the best replay of the recording is {abs(error):.0%} too {'long' if error > 0 else 'short'}, so the "
+        "simulation lacks a part of these steps"
     )
 
 
@@ -340,6 +340,6 @@ def _not_told(kept: Sequence[Model], step: Figure) -> str:
     words = ", ".join(each.what for each in kept[:_NAMED])
     words += f", and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
     return (
-        f"what was recorded does not tell: these models replay it equally well ({words}), and say {step.low * 1e3:.3g} "
-        f"to {step.high * 1e3:.3g} ms; a recording in which the changed part is not hidden behind another would tell"
+        f"the recording does not decide: these models replay it equally well ({words}), and say {step.low * 1e3:.3g} "
+        f"to {step.high * 1e3:.3g} ms; record a job in which the changed part is not hidden behind another"
     )

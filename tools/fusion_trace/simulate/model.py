@@ -14,7 +14,7 @@ FRAMED = 1514 / 1448
 """Bytes on an Ethernet link for each byte of payload, at an MTU of 1500 and with TCP timestamps."""
 
 HEAD_NBYTES = 90
-"""Size of what stands before the payload of a message, with ZeroMQ's own framing."""
+"""Size of a message before its payload, with ZeroMQ's own framing."""
 
 
 @dataclass(frozen=True)

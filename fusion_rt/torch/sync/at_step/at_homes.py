@@ -66,8 +66,8 @@ class AtHomes(AtStep):
         if self.sync.is_of(runtime()) and arguments_of(optimizer)[: len(self._arguments)] != self._arguments:
             raise ValueError(
                 f"an argument of the optimizer other than its learning rate has changed, and with {self._algorithm} "
-                "the shards have what it was when the buckets were planned; leave it (as with cycle_momentum=False of "
-                "schedulers), or take an algorithm whose ranks take their own steps"
+                "the shards keep its value from the time when the buckets were planned; do not change it (as with "
+                "cycle_momentum=False of schedulers), or use an algorithm whose ranks take their own steps"
             )
 
     def _check_state(self, optimizer: Any) -> None:

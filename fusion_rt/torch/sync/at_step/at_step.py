@@ -167,9 +167,9 @@ class AtStep(When):
         """Raises `ValueError` if the script has set a parameter since the last step."""
         if self.sync.is_of(runtime()) and (name := self._weights.changed()):
             raise ValueError(
-                f"the parameter {name!r} was set since the last step, and {self._algorithm} would go on from what it "
-                "was before; if all ranks have set the same (or after hvd.broadcast_parameters), call "
-                "optimizer.reseed() on all of them before the next step"
+                f"the parameter {name!r} was set since the last step, and {self._algorithm} would go on from its old "
+                "value; if all ranks have set the same (or after hvd.broadcast_parameters), call optimizer.reseed() "
+                "on all of them before the next step"
             )
 
     # --- what the script calls ----------------------------------------------------------------------------------------

@@ -366,9 +366,9 @@ class Later(InBackward):
     def _used_too_early(self, slot: Slot) -> None:
         """Handles a gradient that came before its parameter's last update was applied: it is that of an older value."""
         warnings.warn(
-            f"parameter {slot.name!r} was used before its last update had been applied, because the forward pass of no "
-            "module that has it has run; call optimizer.synchronize() before such a use. From now on step() waits for "
-            "this parameter",
+            f"parameter {slot.name!r} was used before its last update had been applied, because no module with this "
+            "parameter has run its forward pass; call optimizer.synchronize() before such a use. From now on step() "
+            "waits for this parameter",
             stacklevel=2,
         )
         self._uses.unseen.add(id(slot.parameter))
@@ -402,9 +402,8 @@ class Later(InBackward):
     def _refuse_pass(self) -> None:
         way = "stale" if self._late else "forward"
         raise ValueError(
-            f"overlap={way!r} takes one backward pass before step(), whose gradients are being reduced already; add up "
-            "losses for one backward pass, say how many passes there are by backward_passes_per_step, or use "
-            "overlap='none'"
+            f"overlap={way!r} allows one backward pass before step(), and its gradients are being reduced already; "
+            "add up losses for one backward pass, set backward_passes_per_step, or use overlap='none'"
         )
 
     def backward_returns(self) -> None:

@@ -26,8 +26,8 @@ def chosen_overlap(
     source = f"overlap={way!r}" + (" (of FUSION_OVERLAP)" if asked is None else "")
     if not spec.sums_gradients:
         raise ValueError(
-            f"{source} cannot be used with the algorithm {spec}, whose updates come from elsewhere, and when they are "
-            "there; overlap is for allreduce"
+            f"{source} cannot be used with the algorithm {spec}, whose updates come from elsewhere, at their own "
+            "time; overlap is for allreduce"
         )
     if adasum:
         raise ValueError(f"{source} cannot be used with op=Adasum, which combines steps that have been taken already")
