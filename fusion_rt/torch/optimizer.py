@@ -27,7 +27,7 @@ from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.overlap.later import Later
 from fusion_rt.torch.sync.overlap.ways import chosen_overlap
-from fusion_rt.torch.sync.parameters import Groups, are_shards, groups_of, names_of, optimizer_spec
+from fusion_rt.torch.sync.parameters import Groups, are_shards, check_memory, groups_of, names_of, optimizer_spec
 from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import When
@@ -127,6 +127,8 @@ def DistributedOptimizer(
         replanning(settings, f"{spec} is no all-reduce", here.rank)
         _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
         shard = optimizer_spec(optimizer) if spec.steps_at_home else None
+        if spec.steps_at_home:
+            check_memory({p: names[p] for group in optimizer.param_groups for p in group["params"]}, spec)
         reduction = wire.Reduction(
             "average", codec=chosen, algorithm=str(spec), optimizer=shard, packages=reduction.packages
         )

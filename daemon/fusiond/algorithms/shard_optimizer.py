@@ -105,7 +105,15 @@ class TorchOptimizer(ShardOptimizer):
             # its usual value all the same, and not that of the first group.
             whole_groups = [{**probe.defaults, **given} for given in arguments]
             self._optimizer = kind(whole_groups, **{name: arguments[0][name] for name in names & arguments[0].keys()})
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ShardOptimizerError(f"a shard cannot have the optimizer {spec.name}: {error}") from None
         self._ordered = [parameter for number in self._groups for parameter in groups[number]]
         self._entries = {index: set(found) for index, found in probe.state_dict()["state"].items()}

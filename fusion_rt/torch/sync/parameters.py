@@ -12,6 +12,7 @@ import torch
 from fusion_rt import wire
 from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 
+_HOW = ("fused", "foreach", "capturable", "differentiable")  # arguments of an optimizer that change no result
 Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]]
 Mark: TypeAlias = tuple[int, torch.dtype]
 """A parameter's id, and its dtype, which a script may change."""
@@ -167,6 +168,18 @@ def are_shards(optimizer: torch.optim.Optimizer) -> bool:
     return any(shard_of(p) is not p for group in optimizer.param_groups for p in group["params"])
 
 
+def check_memory(names: dict[torch.Tensor, str], spec: object) -> None:
+    """Raises `ValueError` if parameters share their memory (`b.data = a.data`): shards would have a copy for each."""
+    places: dict[tuple[torch.device, int], str] = {}
+    for parameter, name in names.items():
+        place = parameter.device, parameter.data_ptr() if parameter.numel() else 0
+        if place[1] and places.setdefault(place, name) != name:
+            raise ValueError(
+                f"the parameters {places[place]!r} and {name!r} share their memory, and with {spec} shards would take "
+                "the steps of each by itself; have the model use one parameter in both places"
+            )
+
+
 def _default_name(group: int, index: int) -> str:
     return f"allreduce.noname.{group}.{index}"
 
@@ -204,6 +217,6 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
 
 def arguments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Arguments of each parameter group that a shard has to know; the learning rate comes with each gradient."""
-    known = optimizer.defaults.keys() - {"lr", "fused", "foreach"}
+    known = optimizer.defaults.keys() - {"lr", *_HOW}
     groups = optimizer.__dict__["param_groups"]
     return [{name: group[name] for name in group if name in known and group[name] is not None} for group in groups]

@@ -128,6 +128,7 @@ def test_rates_change_from_step_to_step() -> None:
         (spec("NoSuch", {}, {}), "cannot have the optimizer NoSuch"),
         (spec("Adam", {"betas": [2.0, 0.9]}, {}), "cannot have the optimizer Adam"),
         (spec("Adam", {"eps": "x"}, {}), "cannot have the optimizer Adam"),
+        (spec("Adam", {"capturable": True}, {}), "cannot have the optimizer Adam: If capturable=True, params"),
         (spec("Adam", {"lr": 0.1}, {}), "are not the arguments of a parameter group"),
         (spec("Adam", {"params": []}, {}), "are not the arguments of a parameter group"),
         (wire.OptimizerSpec("Adam", ("[]", "{}")), "are not the arguments"),

@@ -486,6 +486,37 @@ def test_asynchronous_training_is_restored_as_it_was(text: str) -> None:
         assert [key for key, value in found.items() if not torch.equal(value, saved[key])] == []
 
 
+ANSWERED_LATER = (
+    "dpsgd",
+    "adpsgd",
+    "easgd(steps=2)",
+    "ea_wild(steps=2)",
+    "diloco(steps=2, fragments=2, delay=1, mix=0.25)",
+)
+
+
+def goes_on_in_another_job(text: str) -> bool:
+    """Leaves the job while answers are under way. Returns whether all ranks agree in the end."""
+    model, optimizer = make(text)
+    fit(model, optimizer, range(5), (hvd.rank(),))
+    hvd.shutdown()
+    saved = optimizer.state_dict()
+    fit_alone = bytes_of(model)
+    hvd.init()
+    optimizer.load_state_dict(saved)
+    assert bytes_of(model) == fit_alone
+    fit(model, optimizer, range(5, 10), (hvd.rank(),))
+    hvd.consensus(optimizer)
+    assert_equal_on_all_ranks(model)
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_training_goes_on_after_leaving_a_job_that_owes_answers() -> None:
+    with Job((2,), {"HOROVOD_START_TIMEOUT": "120"}) as job:
+        for text in ANSWERED_LATER:
+            assert job.run(goes_on_in_another_job, text) == [True, True], text
+
+
 @pytest.mark.parametrize("text", ["diloco(steps=2)", "decoupled(steps=2)", "noloco(steps=2)", "easgd(steps=2)", "asp"])
 @on_ranks
 def test_parameters_may_be_broadcast_after_the_optimizer_was_made(text: str) -> None:

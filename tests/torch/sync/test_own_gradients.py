@@ -4,6 +4,7 @@ process. What their meetings with everything else give is in `tests/meetings`; h
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt.torch.sync.parameters import optimizer_spec
 from fusion_rt.torch.sync.weights import Weights, not_finite
 from tests.harness import Job, on_ranks
 from tests.torch.training import assert_equal_on_all_ranks, assert_same, batch_of, loss_of, make_model
@@ -422,3 +424,20 @@ def test_a_checkpoint_of_shards_is_warned_of_elsewhere() -> None:
             optimizer.load_state_dict(saved)
     train_on_mine(model, optimizer, range(2, 4))
     assert_equal_on_all_ranks(model)
+
+
+@on_ranks
+def test_parameters_that_share_their_memory_are_refused_where_shards_have_one_each() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' share their memory, and with bsp"):
+        hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters(), algorithm="bsp")
+    model[1].weight = model[0].weight
+    hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters(), algorithm="bsp")
+
+
+def test_shards_are_not_told_how_ranks_compute_a_step() -> None:
+    how = {"capturable": True, "differentiable": False}
+    (told,) = optimizer_spec(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], eps=1e-5, **how)).groups
+    assert json.loads(told).keys().isdisjoint({"foreach", "fused", "lr", *how})
+    assert json.loads(told)["eps"] == 1e-5

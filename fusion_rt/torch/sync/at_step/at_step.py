@@ -22,7 +22,7 @@ from fusion_rt import wire
 from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch import ops
-from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.core.runtime import is_initialized, runtime
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.slots import Slot
@@ -79,6 +79,7 @@ class AtStep(When):
     def _follow(self) -> None:
         """Updates slots to the parameters that are trained now, before the step that changes them is taken. If they
         have changed this is an operation on all ranks."""
+        self._forget_left()
         sync = self.sync
         if not sync.trained.has_changed(sync.marks):
             return
@@ -87,6 +88,12 @@ class AtStep(When):
             sync.checkpoint.move()
         sync.give_up_plan(runtime())
         sync.watch()
+
+    def _forget_left(self) -> None:
+        """Forgets what is under way in a job that this process has left (`hvd.shutdown`): nobody answers."""
+        if self._flights and not (is_initialized() and self.sync.plan.here is runtime()):
+            self._flights.clear()
+            self.sync.end_step()
 
     def _post(self, values: bool, piece: int = 0) -> None:
         """Posts this rank's values of a fragment; or, without any, a contribution that only counts. Of a bucket that is

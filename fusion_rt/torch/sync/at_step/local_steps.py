@@ -119,6 +119,7 @@ class LocalSteps(AtStep):
         return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(flight.contributors))
 
     def drain(self) -> None:
+        self._forget_left()
         if self._flights:
             self._check_weights()
             self._collect()
