@@ -84,6 +84,7 @@ class Reference(torch.optim.Optimizer):
         self.__dict__.update({"param_groups": optimizer.param_groups, "state": optimizer.state})
         self.defaults = optimizer.defaults
         self._taken = 0
+        self._is_reduced = False  # what `p.grad` has, since the last step
         self.remember()
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -159,8 +160,16 @@ class AllReduce(Reference):
         means = self._run.world.meet(self._run.rank, mine, _means(self._run.size))
         for parameter, reduced, before in zip(parameters, means, self._reduced, strict=True):
             parameter.grad = reduced.clone() if before is None else before + reduced
+        self._is_reduced = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None and not self._is_reduced:  # the script has set it
+            parameters = self._parameters()
+            mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            means = self._run.world.meet(self._run.rank, mine, _means(self._run.size))
+            for parameter, reduced in zip(parameters, means, strict=True):
+                parameter.grad = reduced.clone()
+        self._is_reduced = False
         return self._inner.step() if closure is None else self._inner.step(closure)
 
 

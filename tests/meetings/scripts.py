@@ -233,6 +233,18 @@ def two_losses(run: Run) -> Training:
     return training
 
 
+@script("gradients that the script sets", "gradient")
+def gradients_set(run: Run) -> Training:
+    training = begin(run)
+    parameters = list(training.model.parameters())
+    for number in range(STEPS):
+        found = torch.autograd.grad(loss_of(run, training.model, number), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+        training.optimizer.step()
+    return training
+
+
 @script("step(closure)", "closure")
 def closure(run: Run) -> Training:
     training = begin(run)
