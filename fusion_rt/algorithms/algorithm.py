@@ -1,10 +1,14 @@
-"""The choice of an algorithm, as everybody asks it, and checks of its arguments."""
+"""The choice of an algorithm, as everybody asks it, and checks of its arguments.
+
+A choice never changes, and is asked in every step: what follows from its arguments is found once (`cached_property`).
+"""
 
 from __future__ import annotations
 
 import enum
 from abc import ABC
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from fusion_rt.core import spec_parser
@@ -73,47 +77,47 @@ class Algorithm(ABC):
     encodes: ClassVar[bool] = False
     waits_for_answers: ClassVar[bool] = True
 
-    @property
+    @cached_property
     def codec(self) -> str:
         """The text of the codec that it is made for, which is taken where none is chosen; empty if there is none."""
         return ""
 
-    @property
+    @cached_property
     def at_homes(self) -> bool:
         """Says whether buckets have homes, to which contributions go."""
         return self.place is not Place.NOWHERE
 
-    @property
+    @cached_property
     def sums_gradients(self) -> bool:
         """Says whether every step all-reduces gradients, and nothing is kept at homes."""
         return not self.at_homes and self.signal is Signal.GRADIENT
 
-    @property
+    @cached_property
     def at_shards(self) -> bool:
         """Says whether each parameter has a home, on one of the nodes."""
         return self.place is Place.SHARD
 
-    @property
+    @cached_property
     def steps_at_home(self) -> bool:
         """Says whether homes take the steps of the script's optimizer, by gradients."""
         return self.at_homes and self.signal is Signal.GRADIENT
 
-    @property
+    @cached_property
     def outer(self) -> tuple[float, float]:
         """Rate and momentum of an outer step, where there is one."""
         return 1.0, 0.0
 
-    @property
+    @cached_property
     def mixing(self) -> float:
         """The weight of a worker's own parameters, where it mixes them with those of an outer step."""
         return 0.0
 
-    @property
+    @cached_property
     def remembers_weights(self) -> bool:
         """Says whether a home, or the next difference, depends on parameters as a worker has left them."""
         return self.at_shards or self.signal in (Signal.DELTA, Signal.CONSENSUS)
 
-    @property
+    @cached_property
     def stale(self) -> bool:
         """Says whether most gradients are of older parameters than those that they change."""
         return self.steps_at_home and not self.lockstep
@@ -124,32 +128,32 @@ class Algorithm(ABC):
         period, count = self.period, self.pieces
         return [piece for piece in range(count) if steps % period == period * (piece + 1) // count % period]
 
-    @property
+    @cached_property
     def period(self) -> int:
         """Local steps from one exchange of a fragment to the next."""
         return 1
 
-    @property
+    @cached_property
     def pieces(self) -> int:
         """The number of fragments: bucket i is in fragment i modulo this."""
         return 1
 
-    @property
+    @cached_property
     def lag(self) -> int:
         """Local steps that a worker takes before it has to have the answer to what it posted; 0: it waits at once."""
         return 0
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Says whether the worker takes its next steps while an exchange is under way."""
         return self.lag > 0
 
-    @property
+    @cached_property
     def agrees(self) -> bool:
         """Says whether all ranks have the same parameters right after each exchange."""
         return self.synchronous and self.pieces == 1 and not self.overlaps and not self.mixing
 
-    @property
+    @cached_property
     def apart(self) -> str:
         """Says why there is no moment at which ranks have the same; empty if there is one."""
         if self.synchronous:
@@ -158,7 +162,7 @@ class Algorithm(ABC):
             return "each rank mixes with its neighbours, and has parameters of its own at any time"
         return "ranks do not wait for each other, and have different parameters at any time"
 
-    @property
+    @cached_property
     def lockstep(self) -> bool:
         """Says whether a home answers (nearly) all ranks at once, when (nearly) all of them have contributed."""
         return self.synchronous

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, fraction, not_negative, positive
 
@@ -85,7 +86,7 @@ class Partial(Algorithm):
     def __post_init__(self) -> None:
         not_negative(self, "backup", "deadline")
 
-    @property
+    @cached_property
     def lockstep(self) -> bool:
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Signal, not_negative, positive
 
@@ -25,15 +26,15 @@ class EASGD(Algorithm):
         positive(self, "steps")
         not_negative(self, "alpha")
 
-    @property
+    @cached_property
     def period(self) -> int:
         return self.steps
 
-    @property
+    @cached_property
     def lag(self) -> int:
         return 1
 
-    @property
+    @cached_property
     def lockstep(self) -> bool:
         return self.synchronous_home
 

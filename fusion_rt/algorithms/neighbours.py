@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Apply, Place, Signal, positive
 from fusion_rt.algorithms.outer_steps import OuterSteps
@@ -17,7 +18,7 @@ class _Gossip(Algorithm):
     place = Place.REPLICA
     topology: str = "ring"
 
-    @property
+    @cached_property
     def lag(self) -> int:
         return 1
 
@@ -99,6 +100,6 @@ class NoLoCo(OuterSteps, _Gossip):
     def check(self, ranks: int) -> None:
         mixing.check_dpsgd(mixing.parse(self.topology, ranks))
 
-    @property
+    @cached_property
     def lag(self) -> int:
         return 0

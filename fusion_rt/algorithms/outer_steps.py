@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fusion_rt.algorithms.algorithm import (
     Algorithm,
@@ -30,11 +31,11 @@ class OuterSteps(Algorithm):
         positive(self, "steps", "outer_rate")
         fraction(self, "outer_momentum")
 
-    @property
+    @cached_property
     def outer(self) -> tuple[float, float]:
         return self.outer_rate, self.outer_momentum
 
-    @property
+    @cached_property
     def period(self) -> int:
         return self.steps
 
@@ -64,15 +65,15 @@ class OuterFragments(OuterSteps):
                 f"it is sent again, and {self.delay} is"
             )
 
-    @property
+    @cached_property
     def pieces(self) -> int:
         return self.fragments
 
-    @property
+    @cached_property
     def lag(self) -> int:
         return self.delay
 
-    @property
+    @cached_property
     def mixing(self) -> float:
         return self.mix
 
@@ -112,7 +113,7 @@ class SparseLoCo(DiLoCo):
             if getattr(self, field) > 1:
                 raise AlgorithmError(f"{field} of {self.name} is a share of at most 1, not {getattr(self, field)!r}")
 
-    @property
+    @cached_property
     def codec(self) -> str:
         return str(
             TopK(density=self.density, chunk=4096, value="int2", decay=self.decay, minimum=0, exclude="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fusion_rt.algorithms.algorithm import Algorithm, Apply, Place, Signal, not_negative, positive
 
@@ -43,7 +44,7 @@ class LocalSGD(Algorithm):
         positive(self, "steps")
         not_negative(self, "after")
 
-    @property
+    @cached_property
     def period(self) -> int:
         return self.steps
 

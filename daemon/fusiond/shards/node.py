@@ -48,7 +48,7 @@ class ThisNode:
 
     def has(self, rank: int) -> bool:
         """Returns whether a rank is on this node."""
-        return self.topology.node_of(rank) == self.node
+        return rank in self.topology.ranks[self.node]
 
     def do(self, plan: int, work: Act, nbytes: float, then: Act) -> None:
         """Runs `work` for a plan, on a thread if it works on much, and `then` in the event loop, unless the job cannot

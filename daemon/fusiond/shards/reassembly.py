@@ -151,9 +151,9 @@ def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> boo
             fits = fits and piece.nbytes % 8 == 0
         else:
             fits = piece.kind in get_args(wire.PostKind) and home == here.node
-            fits = fits and here.topology.node_of(piece.rank) == node
+            fits = fits and piece.rank in here.topology.ranks[node]
         fits = fits and piece.home == -1
     elif fits:
-        fits = piece.kind in ("mix", "mean", "pass", "want") and here.topology.node_of(piece.rank) == node
+        fits = piece.kind in ("mix", "mean", "pass", "want") and piece.rank in here.topology.ranks[node]
         fits = fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local
     return fits

@@ -51,9 +51,14 @@ class Digests:
             alike: returns the tensors by names, the same on all ranks; none if it is not yet time to.
         """
         here = runtime()
-        joins = here.client.joins
-        if self._asked is None and step < self._due and here is self._here and joins == self._joins:
-            return
+        joins = here.client.channel.clocks.joins
+        if self._asked is not None or step >= self._due or here is not self._here or joins != self._joins:
+            self._compare(step, name, alike, here, joins)
+
+    def _compare(
+        self, step: int, name: str, alike: Callable[[], Mapping[str, torch.Tensor]], here: Runtime, joins: int
+    ) -> None:
+        """Does so in this membership, in which all ranks have joined so many times."""
         if here is not self._here:
             self._here, self._asked, self._due, self._last = here, None, 1, 0
             self._joins = self._joins_before = joins

@@ -54,7 +54,10 @@ class AtHomes(AtStep):
                 f"step of {self._algorithm}",
                 stacklevel=5,
             )
-        exchanges.run([self], partial(self._exchange_now, not overflowed))
+        if exchanges.survive is None:
+            self._exchange_now(not overflowed)
+        else:
+            exchanges.run([self], partial(self._exchange_now, not overflowed))
         self.note_weights()
         optimizer._note_step()
         sync.steps.end()
