@@ -103,10 +103,11 @@ class Settings:
         200, FUSION, "Steps after which a DistributedOptimizer compares the ranks' parameters by digests, where they "
         "should be the same, and warns of ranks that differ (0: never).",
         unit=COUNT, variable="FUSION_CHECK_PARAMETERS", least=0)
-    mirror_shards: bool = _row(
-        True, FUSION, "A copy of each parameter shard's state on another host, made at each commit of an elastic "
-        "state, so that it survives the loss of its own host.",
-        unit=SWITCH, variable="FUSION_MIRROR_SHARDS")
+    mirror_shards: str = _row(
+        "commit", FUSION, "A copy of each parameter shard's state on another host, so that it survives the loss of its "
+        "own host: made at each commit of an elastic state (commit), or also kept up to date by each update, so that a "
+        "loss costs one step (update; with bsp, asp and ssp), or none (off).",
+        variable="FUSION_MIRROR_SHARDS", choices=("commit", "update", "off"))
     sparse_route: str = _row(
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything "
         "to everybody), or auto (the one that is predicted to be faster).",

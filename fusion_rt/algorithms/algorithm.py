@@ -63,6 +63,8 @@ class Algorithm(ABC):
         encodes: homes encode themselves what they send, also to homes on the same node.
         waits_for_answers: a worker waits for an answer that is due; else it takes it when it is there, and posts
             nothing more of that bucket until then.
+        is_replicable: shards have nothing but the parameters and the optimizer's state, and change by its steps alone,
+            one at a time: who takes the same steps has the same.
 
     Raises:
         AlgorithmError: an argument is out of range (from a subclass's `__post_init__`).
@@ -76,6 +78,7 @@ class Algorithm(ABC):
     anywhere: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     waits_for_answers: ClassVar[bool] = True
+    is_replicable: ClassVar[bool] = False
 
     @cached_property
     def codec(self) -> str:

@@ -14,6 +14,7 @@ class ASP(Algorithm):
     1511.05950)."""
 
     name = "asp"
+    is_replicable = True
     aware: bool = False
 
 
@@ -23,6 +24,7 @@ class SSP(Algorithm):
     steps ahead of the slowest."""
 
     name = "ssp"
+    is_replicable = True
     staleness: int = 4
     aware: bool = False
 

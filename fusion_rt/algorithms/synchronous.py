@@ -24,6 +24,7 @@ class BSP(Algorithm):
 
     name = "bsp"
     synchronous = True
+    is_replicable = True
 
 
 @dataclass(frozen=True)

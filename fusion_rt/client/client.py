@@ -323,6 +323,20 @@ class Client:
         """
         operation = self.channel.begin(group)
         self._send(wire.SaveState(operation.handle, process_set, group, common))
+        return self._state_of(operation)
+
+    def recall_shards(self, process_set: int, group: str, epoch: int, plan: int, clock: int) -> dict[str, Any]:
+        """Returns what shards on this node, and mirrors of others, had when the formation before ended; see
+        `wire.RecallShards`.
+
+        Raises:
+            HorovodInternalError: the job cannot go on.
+        """
+        operation = self.channel.begin(group)
+        self._send(wire.RecallShards(operation.handle, process_set, group, epoch, plan, clock))
+        return self._state_of(operation)
+
+    def _state_of(self, operation: Operation) -> dict[str, Any]:
         output = self.wait(operation).output
         data = bytearray(operation.inline or b"") if output is None else output.view
         return array_codec.read(np.frombuffer(data, np.uint8))

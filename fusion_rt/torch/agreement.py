@@ -66,6 +66,7 @@ def agree_after_join(last: int) -> None:
     here = runtime()
     for sync in everyone():
         sync.count_anew()
+        sync.when.joined()
     local = [sync for sync in everyone() if sync.when.local]
     if not local:  # on no rank, since all make the same optimizers
         return

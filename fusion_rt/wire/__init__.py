@@ -13,6 +13,7 @@ that is not a well-formed message; no other exception leaves it.
 """
 
 from fusion_rt.wire.basics import (
+    CLOCKS_OF_A_JOIN,
     CLOCKS_OF_AN_EPOCH,
     EPOCHS_OF_A_FORMATION,
     GROUPS,
@@ -42,6 +43,7 @@ from fusion_rt.wire.basics import (
     Text,
     clock_range,
     first_clock,
+    first_clock_after_join,
     first_epoch,
     formation_of,
 )
@@ -97,6 +99,7 @@ from fusion_rt.wire.local import (
     Pong,
     Propose,
     Ready,
+    RecallShards,
     ReceiveFrom,
     SaveState,
     SendTo,
@@ -126,6 +129,7 @@ from fusion_rt.wire.peers import (
     Joined,
     Leaving,
     Measure,
+    Mirrored,
     NewEpoch,
     Occupied,
     Path,
@@ -168,6 +172,7 @@ from fusion_rt.wire.views import (
 __all__ = [
     "ANYBODY",
     "CLOCKS_OF_AN_EPOCH",
+    "CLOCKS_OF_A_JOIN",
     "ELSEWHERE",
     "EPOCHS_OF_A_FORMATION",
     "GROUPS",
@@ -240,6 +245,7 @@ __all__ = [
     "MessageOver",
     "MessageSent",
     "MessagesTaken",
+    "Mirrored",
     "Mismatch",
     "Name",
     "NewEpoch",
@@ -271,6 +277,7 @@ __all__ = [
     "RankFigures",
     "Rates",
     "Ready",
+    "RecallShards",
     "ReceiveFrom",
     "Reduction",
     "Reopen",
@@ -325,6 +332,7 @@ __all__ = [
     "digest",
     "encode",
     "first_clock",
+    "first_clock_after_join",
     "first_epoch",
     "formation_of",
     "group_id",

@@ -23,6 +23,7 @@ MAX_WAITING = 256  # operations of a node
 MAX_PATH = 4096  # characters
 GROUPS = 1 << 40  # ids of process sets from here on are groups, which only their members know
 EPOCHS_OF_A_FORMATION = 1 << 20  # see `first_epoch`
+CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank contributes to homes between two joins
 CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: a late message of the one before is known by its clock
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -58,6 +59,16 @@ def clock_range(epoch: int) -> int:
     """Returns which range of clocks, from 0 on, an epoch has. A range comes again after 64 formations, when nothing of
     the one before can be under way any more."""
     return (64 * formation_of(epoch) + epoch % EPOCHS_OF_A_FORMATION) % _RANGES
+
+
+def first_clock_after_join(clock: int) -> int:
+    """Returns from which clock on contributions to homes are counted when all ranks have joined, the same for all who
+    have posted different numbers of them.
+
+    Args:
+        clock: of the next contribution before that.
+    """
+    return (clock // CLOCKS_OF_A_JOIN + 1) * CLOCKS_OF_A_JOIN
 
 
 def first_clock(epoch: int) -> int:

@@ -31,6 +31,7 @@ from fusion_rt.wire.peers import (
     Joined,
     Leaving,
     Measure,
+    Mirrored,
     NewEpoch,
     Occupied,
     Path,
@@ -59,7 +60,7 @@ from fusion_rt.wire.views import (
 PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | Path | Up | NewEpoch
     | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
-    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied
+    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Mirrored
     | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Piece | RingsRequest | Rings | RingPieceRequest
     | RingPiece
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit

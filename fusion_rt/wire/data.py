@@ -9,7 +9,7 @@ import msgspec
 from fusion_rt.wire.basics import MAX_RANKS, Count, PostKind, Rank, Rates
 from fusion_rt.wire.operations import OpKey, Signature
 
-PieceKind: TypeAlias = PostKind | Literal["answer", "refused", "mix", "mean", "pass", "want", "told"]
+PieceKind: TypeAlias = PostKind | Literal["answer", "refused", "mix", "mean", "pass", "want", "told", "image", "update"]
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
@@ -58,11 +58,13 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
             home begins with (`seed`) or goes on with (`reseed`), a home's answer to a worker (`answer`, or `refused`
             with a sentence), or what one rank's home tells another's (`mix`, `mean`; `pass`: it has nothing to mix at
             this clock; `want`: it is at this clock and waits for the other), or the home of the first bucket those of
-            the others (`told`: int64 numbers).
+            the others (`told`: int64 numbers), or a shard its mirror on another node (`image`: all that it has, as
+            named arrays; `update`: a gradient that it has applied, as it is).
         home: the rank whose home it concerns; -1: the only one that the bucket has.
         rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
-        clock: the worker's, of the contribution.
-        version: of the home: the one that a contribution is based on, or that an answer has.
+        clock: the worker's, of the contribution; to a mirror, the number of the message, from 1 on.
+        version: of the home: the one that a contribution is based on, or that an answer has; to a mirror, one more than
+            the latest clock that counts in the update.
         nbytes: of the message; `start`: the first one of this piece.
         rates, samples: as in `Ready`.
         weight: push-sum weight.

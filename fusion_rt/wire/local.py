@@ -237,6 +237,23 @@ class LoadState(msgspec.Struct, tag="load", array_like=True):
     common: bool = False
 
 
+class RecallShards(msgspec.Struct, tag="recall", array_like=True):
+    """Asks for what shards and mirrors of shards on this node had when the formation before ended; the result is named
+    arrays (`local.array_codec`), `home:BUCKET:-1:KEY` and `mirror:BUCKET:-1:KEY`.
+
+    Attributes:
+        epoch, plan: those of the plan whose shards they were; without it there is nothing.
+        clock: one more than that of the last contribution that is to count in them.
+    """
+
+    handle: Count
+    process_set: Count
+    group: Name
+    epoch: Count
+    plan: Count
+    clock: Count
+
+
 class CompressionRequest(msgspec.Struct, tag="compression", array_like=True):
     """Asks what compression has saved and cost on this node; the result is JSON."""
 
@@ -325,7 +342,7 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | OpenGroup | CloseGroup | Submit | SendTo | ReceiveFrom | Propose | Ready
-    | AwaitsAnswers | SaveState | LoadState | CompressionRequest | StalenessRequest | TrafficRequest
+    | AwaitsAnswers | SaveState | LoadState | RecallShards | CompressionRequest | StalenessRequest | TrafficRequest
     | StartTimeline | StopTimeline | Ping | Bye
     | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip

@@ -72,6 +72,7 @@ class Reduction(msgspec.Struct, frozen=True):
         codec, algorithm: their specs.
         optimizer: of the homes, if these apply gradients.
         packages: those of the codec and the algorithm, with versions, unless these are built in.
+        survives: shards outlive their formation, and their nodes by mirrors of each update.
     """
 
     op: Op = "average"
@@ -81,6 +82,7 @@ class Reduction(msgspec.Struct, frozen=True):
     algorithm: Name = "allreduce"
     optimizer: OptimizerSpec | None = None
     packages: tuple[Name, ...] = ()
+    survives: bool = False
 
 
 class Tuning(msgspec.Struct, frozen=True):

@@ -94,6 +94,7 @@ class Home:
         heard: of each rank, one more than the clock of the last contribution that has come.
         value: the authoritative copy; of a shard, from its seed on.
         version: how many updates it has seen.
+        clock: one more than the latest clock of a contribution in the last update.
         done: how many contributions of each rank have come.
         slots: parts that wait for others, by slot and sender.
         waiting: parts that count already, whose senders may not go on yet.
@@ -115,6 +116,7 @@ class Home:
     optimizer: ShardOptimizer | None = None
     value: Array | None = None
     version: int = 0
+    clock: int = 0
     present: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
     occupied: dict[int, int] = field(default_factory=dict)
@@ -256,6 +258,7 @@ class ShardAlgorithm(HomeAlgorithm[Spec]):
     def apply(self, home: Home, gradient: Array, parts: Sequence[Contribution]) -> None:
         """Takes the step, which makes a new version."""
         assert home.optimizer is not None
+        home.clock = 1 + max(part.clock for part in parts)
         home.optimizer.step(gradient, parts[-1].rates)
         home.updated()
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fusiond.collectives.cost import CostModel
     from fusiond.engine.engine import Engine
     from fusiond.host.thread_pool import KernelPool
+    from fusiond.shards import KeptShards
     from fusiond.workers.connections import WorkerLink, Workers
 
 _log = logging.getLogger("fusiond")
@@ -62,6 +63,7 @@ class Shell:
         failed: called with a formation's number, the reason why it cannot go on, and the nodes that never came up.
         workers, pool: once the daemon runs.
         memory: what codecs remember, on the way from one formation to the next.
+        kept: shards on that way; None before there is an engine.
     """
 
     settings: Settings
@@ -81,6 +83,7 @@ class Shell:
         self.workers: Workers
         self.pool: KernelPool
         self.memory: Memory = {}
+        self.kept: KeptShards | None = None
 
 
 class Formation:
@@ -213,7 +216,9 @@ class Formation:
     def _make_engine(self) -> None:
         """Makes the engine of a membership epoch, which gets the messages of peers and workers from now on."""
         from fusiond.engine.engine import Engine
+        from fusiond.shards import KeptShards
 
+        self._shell.kept = self._shell.kept or KeptShards()
         self.engine = Engine(
             self.config.topology,
             self.config.node,
@@ -224,6 +229,7 @@ class Formation:
             self._shell.trace,
             self._absent,
             self._shell.memory if self.config.elastic else None,
+            self._shell.kept,
         )
         self.peer_dispatch.engine_begins(self.engine)
         self.worker_dispatch.engine_begins(self.engine)

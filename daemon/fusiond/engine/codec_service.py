@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from fusion_rt import wire
 from fusion_rt.codecs import Codec, Layout
@@ -53,6 +54,7 @@ class CodecService:
             wire.LoadState: lambda worker, given: self.load_state(
                 worker.rank, given, worker.at(given.place, given.nbytes)
             ),
+            wire.RecallShards: lambda worker, asked: self.recall(worker.rank, asked),
             wire.CompressionRequest: lambda worker, asked: self.statistics(worker.rank, asked.handle),
         }
 
@@ -64,10 +66,21 @@ class CodecService:
         self._homes.when_quiet(plan, lambda: self._save(rank, asked, {} if asked.common else self._homes.save(plan)))
 
     def _save(self, rank: int, asked: wire.SaveState, of_homes: State) -> None:
+        def collect() -> State:
+            return self._plans.save(asked.process_set, asked.group, asked.common) | of_homes
+
+        self._answer(rank, asked, collect)
+
+    def recall(self, rank: int, asked: wire.RecallShards) -> None:
+        """A worker asks for what shards had when the formation before ended."""
+        self._homes.recall(asked, partial(self._answer, rank, asked))
+
+    def _answer(self, rank: int, asked: wire.SaveState | wire.RecallShards, get: Callable[[], State]) -> None:
+        """Answers with a state, which a thread gets."""
         result: list[Result] = []
 
         def collect() -> None:
-            state = self._plans.save(asked.process_set, asked.group, asked.common) | of_homes
+            state = get()
             result.append(Result.allocate(array_codec.nbytes_of(state)))
             array_codec.write(state, result[0].array)
 

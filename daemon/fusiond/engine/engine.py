@@ -45,7 +45,7 @@ from fusiond.operations.outcomes import Outcomes
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
 from fusiond.point_to_point.messaging import Messaging
-from fusiond.shards import ParameterService
+from fusiond.shards import KeptShards, ParameterService
 from fusiond.workers.connections import WorkerLink
 
 
@@ -61,6 +61,7 @@ class Engine:
         trace: what is done is recorded there.
         absent: nodes that take no part.
         memory: of codecs, from the formation before; in an elastic job.
+        kept: shards of the formation before.
 
     Attributes:
         handlers: of the peers' messages that are taken; other ones once the job has failed.
@@ -77,6 +78,7 @@ class Engine:
         trace: Instrument = NULL,
         absent: Collection[int] = (),
         memory: Memory | None = None,
+        kept: KeptShards | None = None,
     ) -> None:
         self.topology = topology
         self.node = node
@@ -91,7 +93,7 @@ class Engine:
         self._outcomes = Outcomes(context, on_job_failed, self._operation_over)
         self._work = ThreadWork(outside.run_jobs)
         self._plans = Plans(Team(settings.kernel_threads), memory)
-        self.homes = ParameterService(context, self._work, epoch, self._outcomes.home_failed, self._operations_of)
+        self.homes = ParameterService(context, self._work, epoch, self._outcomes.home_failed, self._operations_of, kept)
         self.snapshots = Snapshots(context, self._plans, self.homes, on_job_failed)
         self.codecs = CodecService(
             self._plans,

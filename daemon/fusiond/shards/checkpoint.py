@@ -146,6 +146,7 @@ def _restore_home(hosted: HostedHome, entries: Mapping[str, Array]) -> list[Act]
     if home.optimizer is not None:
         home.optimizer.load(optimizer)
     hosted.told.clear()
+    hosted.was_set()
     return [partial(setattr, hosted, "closed", False)]
 
 

@@ -14,6 +14,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
+from fusiond.shards.recorded_optimizer import RecordedOptimizer, ToMirror
 
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
 
@@ -31,6 +32,10 @@ class HostedHome:
             slowest's, and how long it waited to be read (ms).
         told: the value that the node of each rank was told last, to which differences are sent.
         joins: how often all ranks have joined while this home was there; clients begin new clocks each time.
+        mirror: the node that has its mirror, which is told of each update; None if there is none.
+        outbox: what a thread has done and the mirror is to be told.
+        sent, mirrored: numbers of the last message to the mirror, and of the last one that it has.
+        held: calls that wait until the mirror has the message of this number.
     """
 
     plan: PlanState
@@ -44,6 +49,11 @@ class HostedHome:
     notes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     told: dict[int, Array] = field(default_factory=dict)
     joins: int = 0
+    mirror: int | None = None
+    outbox: list[ToMirror] = field(default_factory=list)
+    sent: int = 0
+    mirrored: int = 0
+    held: deque[tuple[int, list[Act]]] = field(default_factory=deque)
 
     @property
     def algorithm(self) -> HomeAlgorithm[Any]:
@@ -90,4 +100,13 @@ class HostedHome:
         """Gives the home its first value."""
         if self.plan.spec.signal is Signal.GRADIENT:
             self.home.optimizer = shard_optimizer.make(self.plan.plan.reduction.optimizer, self.bucket, value)
+            if self.plan.plan.reduction.survives:
+                outbox = None if self.mirror is None else self.outbox
+                undoes = self.plan.spec.synchronous
+                self.home.optimizer = RecordedOptimizer(self.home, self.home.optimizer, undoes, outbox)
         self.home.value = value
+
+    def was_set(self) -> None:
+        """Notes that the home has another value, or its optimizer another state, than its last update has left."""
+        if isinstance(self.home.optimizer, RecordedOptimizer):
+            self.home.optimizer.tell_all()

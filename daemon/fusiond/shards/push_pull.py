@@ -18,8 +18,6 @@ from fusiond.shards.messages import MessageCodecs, pack, unpack
 from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.staleness import Meters
 
-CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank posts between two joins
-
 
 @dataclass(slots=True)
 class PushPullClient:
@@ -203,7 +201,7 @@ class PushPullClients:
     def rebase(self) -> None:
         """Makes all clients count their clocks from a new base, the same on all nodes whatever they have posted."""
         for client in self:
-            client.clock = (client.clock // CLOCKS_OF_A_JOIN + 1) * CLOCKS_OF_A_JOIN
+            client.clock = wire.first_clock_after_join(client.clock)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,15 @@ from fusion_rt.core.errors import WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.core.assembly import BytesInPieces
 from fusiond.shards.messages import MessageCodecs
+from fusiond.shards.mirrors import mirror_of
 from fusiond.shards.node import ThisNode
 
 _MAX_EARLY = 4096  # pieces that may come before their plan
 _MAX_EARLY_BYTES = 1 << 32  # of their payloads
 _MAX_OPEN = 8  # messages from a rank to a home, or back, that may be incomplete
 _MAX_SENTENCE = 64 * 1024  # bytes of the reason for which a contribution is refused
+_MOST_STATE = 8  # times the bytes of its value that a shard and its optimizer's state may take
+_HEADER = 4096  # bytes of a tensor's entries in it, besides
 
 
 class PartialMessage:
@@ -88,7 +91,9 @@ class Reassembly:
         key = (node, piece.plan, piece.bucket, piece.home, piece.rank, piece.kind, piece.clock)
         assembly = self._assemblies.get(key)
         if assembly is None:
-            if sum(other[:5] == key[:5] for other in self._assemblies) >= _MAX_OPEN:
+            # A shard that does not wait for its ranks may tell its mirror of an update of each at the same time.
+            most = _MAX_OPEN + (len(state.members.set.ranks) if piece.kind == "update" else 0)
+            if sum(other[:5] == key[:5] for other in self._assemblies) >= most:
                 raise WireError(f"too many messages of rank {piece.rank} and bucket {piece.bucket} are incomplete")
             assembly = self._assemblies[key] = PartialMessage(piece)
         whole = assembly.add(piece, payload)
@@ -117,21 +122,23 @@ def _check(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanState, p
     bucket = state.plan.buckets[piece.bucket]
     what = _in_words(piece)
     limit = bucket.numel * DTYPES[bucket.dtype].itemsize
-    if piece.kind in ("seed", "reseed") and piece.nbytes != limit:
+    if piece.kind in ("seed", "reseed", "update") and piece.nbytes != limit:
         raise WireError(f"{what} has {piece.nbytes} bytes instead of {limit}")
     if piece.kind == "refused":
         limit = _MAX_SENTENCE
     elif piece.kind in ("pass", "want"):
         limit = 0
+    elif piece.kind == "image":
+        limit = _MOST_STATE * limit + _HEADER * (1 + len(bucket.tensors))
     elif piece.kind == "told":
         limit = 8 * (1 + 2 * len(state.members.set.ranks))
-    elif piece.kind not in ("seed", "reseed"):
+    elif piece.kind not in ("seed", "reseed", "update"):
         limit = max(limit, codecs.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
     if piece.nbytes > limit:
         raise WireError(f"{what} has {piece.nbytes} bytes, and {limit} is the most")
     if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
         raise WireError(f"{what} has the notes {list(piece.notes)}, which say nothing")
-    if piece.kind == "post" and (wrong := state.wrong_rates(bucket.index, piece.rates)):
+    if piece.kind in ("post", "update") and (wrong := state.wrong_rates(bucket.index, piece.rates)):
         raise WireError(f"{what} cannot be taken in: {wrong}")
     if not (0 < piece.weight < math.inf):
         raise WireError(f"{what} has the weight {piece.weight}, which has to be above 0")
@@ -145,6 +152,8 @@ def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> boo
         home = plan.homes[piece.bucket]
         if piece.kind in ("answer", "refused"):
             fits = home == node and piece.rank in state.members.local
+        elif piece.kind in ("image", "update"):
+            fits = home == node and mirror_of(state, node) == here.node
         elif piece.kind == "told":
             fits = state.home_algorithm.tells
             fits = fits and plan.homes[0] == node and home == here.node and piece.bucket > 0

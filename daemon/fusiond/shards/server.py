@@ -27,8 +27,9 @@ from fusiond.operations.thread_work import Act
 from fusiond.shards.actions import Actions
 from fusiond.shards.hosted_home import HostedHome
 from fusiond.shards.messages import MessageCodecs, unpack
+from fusiond.shards.mirrors import mirror_of
 from fusiond.shards.node import Address, ThisNode
-from fusiond.shards.push_pull import CLOCKS_OF_A_JOIN, PushPullClient, PushPullClients
+from fusiond.shards.push_pull import PushPullClient, PushPullClients
 
 
 class HomeServer:
@@ -93,6 +94,7 @@ class HomeServer:
         home.present -= {position for position, rank in enumerate(state.members.set.ranks) if rank in self._gone}
         home.joined = {position for position, rank in enumerate(state.members.set.ranks) if rank in self._joined}
         hosted = HostedHome(state, bucket, home)
+        hosted.mirror = mirror_of(state, self._here.node)
         self._homes[state.plan.id, bucket.index, rank] = hosted
         self._of.setdefault(state.plan.id, []).append(hosted)
 
@@ -101,6 +103,7 @@ class HomeServer:
         for hosted in self._of.pop(plan, ()):
             hosted.waiting.clear()
             hosted.later.clear()
+            hosted.held.clear()
         self._homes = {key: hosted for key, hosted in self._homes.items() if key[0] != plan}
 
     def clear(self) -> None:
@@ -164,19 +167,49 @@ class HomeServer:
         hosted.turning = False
 
     def at(self, hosted: HostedHome, work: Callable[[], list[Act]], nbytes: float) -> None:
-        """Runs `work` on a home, and then the calls that it returns in the event loop."""
+        """Runs `work` on a home, and then the calls that it returns in the event loop: those of a home that has a
+        mirror when the mirror has all that they may tell of."""
         acts: list[Act] = []
         hosted.busy += 1
 
         def done() -> None:
             hosted.busy -= 1
-            for act in acts:
-                act()
+            self._tell_mirror(hosted)
+            if hosted.sent > hosted.mirrored:
+                hosted.held.append((hosted.sent, acts))
+            else:
+                for act in acts:
+                    act()
             while hosted.later and not hosted.busy:
                 hosted.later.popleft()()
             self._turn(hosted)
 
         self._here.do(hosted.plan.plan.id, lambda: acts.extend(work()), nbytes, done)
+
+    def _tell_mirror(self, hosted: HostedHome) -> None:
+        """Tells a home's mirror what a thread has done there."""
+        told, hosted.outbox[:] = list(hosted.outbox), []
+        for one in told:
+            assert hosted.mirror is not None
+            hosted.sent += 1
+            message = wire.Piece(
+                self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, one.kind, -1, hosted.ranks[0], hosted.sent,
+                one.clock, 0, 0, one.rates,
+            )  # fmt: skip
+            self._here.send(hosted.mirror, message, one.payload)
+
+    def mirrored(self, node: int, message: wire.Mirrored) -> None:
+        """A mirror has all that it was told up to a number. Raises `WireError` if it cannot say so."""
+        hosted = self._homes.get((message.plan, message.bucket, -1))
+        if hosted is None:
+            return  # its plan is no longer active
+        if node != hosted.mirror or message.number > hosted.sent:
+            raise WireError(f"it has no mirror of {message.number} messages of bucket {message.bucket}")
+        hosted.mirrored = max(hosted.mirrored, message.number)
+        while hosted.held and hosted.held[0][0] <= hosted.mirrored:
+            for act in hosted.held.popleft()[1]:
+                act()
+        self._turn(hosted)
 
     def when_free(self, hosted: HostedHome, then: Act) -> None:
         """Calls `then` when no thread is at a home: at once, or before anything else is taken in there."""
@@ -195,10 +228,11 @@ class HomeServer:
         now = self._here.outside.clock()
         if part.kind == "reseed":
             _reseed(hosted, part.values)
+            hosted.was_set()
         if part.kind in ("ask", "reseed"):  # of a shard; a replica has nothing to ask for
             return self._actions.prepared(hosted, [hosted.algorithm.asked(home, part)])
         if part.kind == "post":
-            if position not in home.present and part.clock // CLOCKS_OF_A_JOIN > hosted.joins:
+            if position not in home.present and part.clock // wire.CLOCKS_OF_A_JOIN > hosted.joins:
                 # It had joined, and is back; else it posted this before it joined, and nobody waits for more of it.
                 home.done[position] = max(home.done[position], home.slowest)
                 home.present, home.joined = home.present | {position}, home.joined - {position}
@@ -239,6 +273,7 @@ class HomeServer:
     def _seed(self, hosted: HostedHome, part: Contribution) -> list[Act]:
         if hosted.home.value is None:  # else loaded before, which counts more
             hosted.begin(part.values if part.payload is None else self._plain(hosted, part.payload))
+            hosted.was_set()
         return []
 
     def _wake(self, hosted: HostedHome, at: float) -> None:

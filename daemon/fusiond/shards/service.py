@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
@@ -14,7 +15,9 @@ from fusiond.core.dispatch import Handlers
 from fusiond.operations.context import Context
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
+from fusiond.shards.kept_shards import KeptPlan, KeptShards
 from fusiond.shards.messages import MessageCodecs
+from fusiond.shards.mirrors import Mirrors
 from fusiond.shards.node import ThisNode
 from fusiond.shards.occupied import Occupied, Operations
 from fusiond.shards.push_pull import PushPullClients
@@ -36,6 +39,7 @@ class ParameterService:
         epoch: the membership epoch.
         failed: called with an exception when something cannot be gone on with.
         operations: see `Occupied`.
+        kept: shards that outlive a formation, of the one before, and then of this one.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ParameterService:
         epoch: int,
         failed: Callable[[BaseException], None],
         operations: Operations,
+        kept: KeptShards | None = None,
     ) -> None:
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been active
@@ -60,6 +65,8 @@ class ParameterService:
             lambda hosted, part: self.occupied.wanted(hosted, part),
             lambda hosted, clock: self.occupied.passed(hosted, clock),
         )
+        self._mirrors = Mirrors(self._here)
+        self._kept = kept or KeptShards()
         work.resume = self._server.resume
         self.occupied = Occupied(self._here, self._clients, self._server, operations)
         self.waits = Waits(self._here, self._clients, self._server)
@@ -80,6 +87,8 @@ class ParameterService:
         self._latest = max(self._latest, plan.id)
         self._clients.open(state)
         self._server.open(state)
+        self._mirrors.open(state)
+        self._kept.drop(group_of(state))
         self.occupied.open(state)
         try:
             self._checkpoints.begin(state)
@@ -106,6 +115,7 @@ class ParameterService:
         del self._plans[plan]
         self._clients.drop(plan, why)
         self._server.drop(plan)
+        self._mirrors.drop(plan)
         self.occupied.drop(plan)
         self._codecs.drop(plan)
         self._reassembly.drop(plan)
@@ -136,7 +146,7 @@ class ParameterService:
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the peers' messages about homes."""
-        return {wire.Piece: self.peer}
+        return {wire.Piece: self.peer, wire.Mirrored: self._server.mirrored}
 
     def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
         """A piece of a message has come.
@@ -160,6 +170,8 @@ class ParameterService:
             self._clients.refused(piece, bytes(whole).decode(errors="replace"))
         elif piece.kind == "answer":
             self._clients.came(piece, whole)
+        elif piece.kind in ("image", "update"):
+            self._mirrors.came(node, piece, whole)
         else:
             self._server.came(piece, whole)
 
@@ -191,9 +203,16 @@ class ParameterService:
     def fail(self, error: str) -> None:
         """Forgets everything under way: the job cannot go on, for this reason."""
         self._here.failure = error
+        for state in self._plans.values():
+            if state.plan.reduction.survives:
+                id = state.plan.id
+                homes = [(hosted.bucket.index, hosted.home) for hosted in self._server if hosted.plan is state]
+                kept = KeptPlan(self._here.epoch, id, homes, list(self._mirrors.of(id)), self._here.work)
+                self._kept.keep(group_of(state), kept)
         self.occupied.clear()
         self._clients.forget()
         self._server.clear()
+        self._mirrors.clear()
         self._reassembly.clear()
         self._here.work.forget()
 
@@ -230,6 +249,13 @@ class ParameterService:
         """Returns copies of the state of a plan's homes on this node, and of what its workers have not sent. The keys
         begin with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
         return self._checkpoints.save(plan)
+
+    def recall(self, asked: wire.RecallShards, then: Callable[[Callable[[], dict[str, Array]]], None]) -> None:
+        """Calls `then`, when that is possible, with what returns the shards that were kept of a formation before: to be
+        called by a thread (`KeptShards.recall`)."""
+        group = asked.process_set, asked.group
+        get = partial(self._kept.recall, group, asked.epoch, asked.plan, asked.clock)
+        self._kept.when_quiet(group, lambda: then(get))
 
     def load(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
         """Loads such a state into the active plan of a group, or into its next one. A state of another optimizer fails

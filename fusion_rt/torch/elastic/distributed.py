@@ -50,7 +50,7 @@ class DistributedHandler(Saver):
         self.value = value
         self._pending: Carried | None = None  # restored or handed over, and not dealt yet
         self._mirrored: dict[str, Arrays] = {}  # of another node's homes, as of the last commit
-        self._mirrors = Settings.from_env().mirror_shards
+        self._mirrors = Settings.from_env().mirror_shards != "off"
         self.save()
 
     def save(self) -> None:

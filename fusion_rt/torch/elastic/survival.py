@@ -19,15 +19,18 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.basics import init
 from fusion_rt.torch.core.runtime import runtime, step_out
+from fusion_rt.torch.elastic import mirrors
 from fusion_rt.torch.elastic.healing import heal
 from fusion_rt.torch.elastic.sampler import Standing
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.ops.objects import allgather_object
+from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.synchroniser import enter_all, everyone
-from fusion_rt.torch.sync.when import Outcome, When
+from fusion_rt.torch.sync.when import Outcome, ShardClock, When
 
 _log = logging.getLogger("fusion_rt.elastic")
+_ALL = (1 << 48) - 1  # a clock after all contributions
 
 
 class Report(NamedTuple):
@@ -43,6 +46,8 @@ class Report(NamedTuple):
         has_memory: its daemon has what a codec has not sent, and has put back there what it has sent in vain.
         is_spoiled: its healing was interrupted.
         standings: how far it has come with its samples.
+        shard_clocks: how far it has come at the shards of its optimizers, in the order in which these were made.
+        in_step: its exchanges have the same numbers as those of other ranks.
     """
 
     skips_sync: bool = False
@@ -56,6 +61,8 @@ class Report(NamedTuple):
     has_memory: bool = False
     is_spoiled: bool = False
     standings: Sequence[Standing] = ()
+    shard_clocks: tuple[ShardClock | None, ...] = ()
+    in_step: bool = True
 
 
 class Conclusion(NamedTuple):
@@ -82,6 +89,10 @@ def conclude(reports: Sequence[Report]) -> Conclusion | None:
     """
     if not all(report.stays for report in reports) or len({report.generation for report in reports}) > 1:
         return None
+    if not _fit_together([report.shard_clocks for report in reports]):
+        return None
+    if not any(report.in_step for report in reports):
+        return Conclusion(0)  # each leaves out its own exchange: none of them is that of any other rank
     most = max(report.completed for report in reports)
     behind = tuple(rank for rank, report in enumerate(reports) if report.completed < most)
     left_out = max(most + 1, *(report.begun for report in reports))
@@ -99,6 +110,23 @@ def conclude(reports: Sequence[Report]) -> Conclusion | None:
     if any(report.has_memory for report in reports):
         return None  # what was put back by those that are behind would count twice
     return Conclusion(left_out, behind, root, healed)
+
+
+def _fit_together(clocks: Sequence[Sequence[ShardClock | None]]) -> bool:
+    """Tells whether ranks are at the same shards, and what some have recalled of them, all have, and it counts still.
+
+    Args:
+        clocks: of each rank.
+    """
+    if len({len(each) for each in clocks}) > 1:
+        return False
+    for each in zip(*clocks, strict=True):
+        known = [clock for clock in each if clock is not None]
+        if len({(clock.epoch, clock.plan, clock.recalled) for clock in known}) > 1:
+            return False
+        if known and known[0].in_step and known[0].recalled not in (-1, max(clock.clock for clock in known)):
+            return False
+    return True
 
 
 def move(agent: elastic.AgentConnection, why: str) -> None:
@@ -176,6 +204,9 @@ class Survival:
                     self.agreed = _without(reports)
                     break
                 exchanges.generation += 1
+                if not self._recall([report.shard_clocks for report in reports]):
+                    self.agreed = _without(reports)
+                    break
                 self._heal(found, failed)
                 exchanges.left_out = found.left_out
                 break
@@ -201,6 +232,7 @@ class Survival:
 
     def _report(self, failed: Exchange) -> Report:
         places = {sync.when: place for place, sync in enumerate(everyone())}
+        clocks = tuple(sync.when.shard_clock() for sync in everyone())
         return Report(
             has_values=True,
             stays=self._stays,
@@ -212,7 +244,34 @@ class Survival:
             has_memory=any(sync.checkpoint.is_lost_with_daemon for sync in everyone()),
             is_spoiled=self._is_spoiled,
             standings=self._state._standing(),
+            shard_clocks=clocks,
+            in_step=any(clock is None or clock.in_step for clock in clocks),
         )
+
+    def _recall(self, clocks: Sequence[Sequence[ShardClock | None]]) -> bool:
+        """Has shards go on from what they and their mirrors had when the last contribution that counts was in them: of
+        those that all ranks exchange at the same time, the last one that any rank has got the answers to. An operation
+        on all ranks, if there are any.
+
+        Args:
+            clocks: of all ranks.
+
+        Returns:
+            Whether nothing was lost; the same on all ranks.
+        """
+        for sync, *each in zip(everyone(), *clocks, strict=True):
+            known = [clock for clock in each if clock is not None]
+            if not known:
+                continue
+            clock = max(one.clock for one in known) if known[0].in_step else _ALL
+            kept, mirrored = sync.checkpoint.recall(known[0].epoch, clock)
+            homes = mirrors.fill(carried.united(allgather_object(kept, "elastic.shards")), mirrored)
+            if missing := sync.checkpoint.resume(homes):
+                if runtime().rank == 0:
+                    _log.warning("shards are lost with their mirrors, or had not begun: %s", ", ".join(missing[:3]))
+                return False
+            sync.when.note_recalled(clock)
+        return True
 
     def _heal(self, found: Conclusion, failed: Exchange) -> None:
         """Heals those that are behind. An operation on all ranks, if there are any."""

@@ -53,9 +53,14 @@ class Checkpoint:
         source: asked where it is.
         options: how the optimizer's parameters are exchanged.
         trained: the parameters, and their learning rates.
+        mirrors_updates: shards are to outlive losses, where that is possible.
+
+    Attributes:
+        remembers: daemons keep something.
+        outlives: shards outlive the loss of a rank or a node, as of their last update; the same on all ranks.
     """
 
-    def __init__(self, source: Source, options: Options, trained: Trained) -> None:
+    def __init__(self, source: Source, options: Options, trained: Trained, mirrors_updates: bool = False) -> None:
         self._source = source
         self._trained = trained
         self._codec = options.reduction.codec
@@ -70,6 +75,21 @@ class Checkpoint:
         self._factors: dict[str, float] = {}  # of residuals, not told yet
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
         self.remembers = self._homes or codecs.parse(self._codec).stateful
+        self._planned: wire.Plan | None = None  # whose homes have what was carried, or begin with a seed
+        self.outlives = (
+            mirrors_updates
+            and options.algorithm.is_replicable
+            and self._is_global
+            and not codecs.parse(self._codec).stateful  # what it has not sent would be lost, or count twice
+            and {named.parameter.dtype for named in trained.named()} <= {torch.float32, torch.float64}
+        )
+        if mirrors_updates and self._at_shards and not self.outlives and options.process_set.rank() == 0:
+            warnings.warn(
+                f"FUSION_MIRROR_SHARDS=update mirrors shards at commits alone with {options.algorithm} and the codec "
+                f"{self._codec}: it takes bsp, asp or ssp of all ranks, a codec that keeps no residual, and parameters "
+                "of float32 or float64",
+                stacklevel=2,
+            )
 
     def use(self, codec: str) -> None:
         """Switches to a codec; daemons keep what another one remembered."""
@@ -149,6 +169,7 @@ class Checkpoint:
     def planned(self, where: Where, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
         """Gives homes and senders of a new plan of these slots what was carried, before anything comes to them, and
         before the homes' seed."""
+        self._planned = plan
         if self._arriving is None:
             return
         common, mine, loads = self._arriving
@@ -164,12 +185,11 @@ class Checkpoint:
                 owed = {name: value for name, value in owed.items() if name not in {t.name for t in bucket.tensors}}
             elif loads:
                 state |= carried.home_state(bucket, ranks, common.homes, values)
-        self._owed = owed
         if state:
             with here.allocating:
                 here.client.load_state(plan.process_set, where.group, state)
-        self._arriving = None
         ops.barrier(process_set=where.ranks)
+        self._owed, self._arriving = owed, None
 
     # --- in checkpoints -----------------------------------------------------------------------------------------------
 
@@ -272,7 +292,8 @@ class Checkpoint:
     @property
     def is_lost_with_daemon(self) -> bool:
         """True if the daemon has some of the state, which is gone if it ends."""
-        return self.carries and (self._at_homes or codecs.parse(self._codec).stateful)
+        at_homes = self._at_homes and not self.outlives
+        return self.carries and (at_homes or codecs.parse(self._codec).stateful)
 
     @property
     def has_shards(self) -> bool:
@@ -305,6 +326,48 @@ class Checkpoint:
             return None
         waiting = waiting or Carried(rates=dict(self._rates))
         return replace(waiting, residuals=carried.add(waiting.residuals, self._owed))
+
+    def recall(self, epoch: int, clock: int) -> tuple[dict[str, carried.Arrays], dict[str, carried.Arrays]]:
+        """Returns what the shards on this node had when the membership before ended, and what those had whose mirrors
+        it has, by tensor (`Carried.homes`); nothing on all ranks but one of a node.
+
+        Args:
+            epoch: the membership epoch of the plan whose shards these are.
+            clock: how many contributions of a rank count in them.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+        where = self._source.where()
+        if where is None or self._planned is None:
+            return {}, {}
+        if self._arriving is not None:  # recalled before, and not given to homes yet
+            common, _, loads = self._arriving
+            return (dict(common.homes) if loads else {}), {}
+        if not where.is_first_of_node:
+            return {}, {}
+        state = where.here.client.recall_shards(where.process_set, where.group, epoch, self._planned.id, clock)
+        homes = {key: value for key, value in state.items() if key.startswith("home:")}
+        mirrored = {key.replace("mirror:", "home:", 1): value for key, value in state.items() if key not in homes}
+        plan = self._planned
+        return carried.collect(homes, plan, {}).homes, carried.collect(mirrored, plan, {}).homes
+
+    def resume(self, homes: Mapping[str, carried.Arrays]) -> list[str]:
+        """Goes on from what shards had, in a new membership epoch. To be called on all ranks.
+
+        Args:
+            homes: of all tensors, the same on all ranks.
+
+        Returns:
+            Names of tensors that are missing. If there are any, nothing is done.
+        """
+        where = self._source.where()
+        assert where is not None
+        if missing := sorted(self.sizes().keys() - homes.keys()):
+            return missing
+        loads = where.is_first_of_node
+        self.settle(Carried(homes=dict(homes) if loads else {}, rates=dict(self._rates)), Carried(), loads)
+        return []
 
     def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
         """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.

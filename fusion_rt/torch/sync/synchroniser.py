@@ -20,6 +20,7 @@ import torch
 
 from fusion_rt import codecs
 from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.recording import Steps
@@ -98,7 +99,8 @@ class Synchroniser:
         self.lost = ""
         self.failure: HorovodInternalError | None = None
         self.selections = Selections(options.compressor, settings.gpu_selection == "auto")
-        self.checkpoint = Checkpoint(self, options, trained)
+        mirrors_updates = settings.mirror_shards == "update" and elastic.agent() is not None
+        self.checkpoint = Checkpoint(self, options, trained, mirrors_updates)
         self.plan = ActivePlan(options, trained, self.checkpoint, self.selections)
         self.steps = Steps(here.trace)
         self.replanning = None if options.replanning is None else options.replanning()

@@ -9,7 +9,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -32,6 +32,23 @@ class Outcome(enum.Enum):
     TAKEN = "taken"
     REFUSED = "refused"
     OPEN = "open"
+
+
+class ShardClock(NamedTuple):
+    """How far a rank has come at the shards of a plan.
+
+    Attributes:
+        epoch, plan: the membership epoch, and the id, of the plan; 0: there was none yet.
+        clock: how many of its contributions have been answered by all of them.
+        in_step: all ranks have come equally far, or one contribution farther.
+        recalled: how many contributions count in what was recalled of these shards after a loss; -1: nothing was.
+    """
+
+    epoch: int
+    plan: int
+    clock: int
+    in_step: bool
+    recalled: int = -1
 
 
 class When:
@@ -165,6 +182,13 @@ class When:
     def drop_under_way(self) -> None:
         """Called when an exchange was left out that the script does not wait for."""
 
+    def note_recalled(self, clock: int) -> None:
+        """Called when shards go on, after a loss, from what they had when so many contributions counted."""
+
+    def shard_clock(self) -> ShardClock | None:
+        """Returns how far this rank has come at shards that outlive a loss; None if it is at none."""
+        return None
+
     # --- in checkpoints -----------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any] | None:
@@ -177,6 +201,9 @@ class When:
     def rejoin(self, own: Mapping[str, Any]) -> None:
         """Goes on after a join of all ranks, with the `own_state` of the one that joined last."""
         self.load_own_state(own)
+
+    def joined(self) -> None:
+        """Called when all ranks have joined, and go on together."""
 
     def homes_are_loaded(self) -> None:
         """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""

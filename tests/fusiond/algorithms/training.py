@@ -22,6 +22,7 @@ class Workers:
         start: what all ranks begin with (elements,).
         optimizer: of the shards.
         settings: of the daemons.
+        survives: shards are mirrored at each update.
 
     Attributes:
         x: each rank's copy.
@@ -37,6 +38,7 @@ class Workers:
         codec: str = "dense",
         seed: int = 0,
         job: SimulatedJob | None = None,
+        survives: bool = False,
     ) -> None:
         self.job = job or SimulatedJob(layout, seed=seed)
         self.spec = algorithms.parse(algorithm)
@@ -48,7 +50,7 @@ class Workers:
         tensors = tuple(
             wire.TensorSpec(f"w{i}", name, (size,), together=min(i, 1)) for i, size in enumerate(sizes) if size
         )
-        reduction = wire.Reduction(codec=codec, algorithm=algorithm, optimizer=optimizer)
+        reduction = wire.Reduction(codec=codec, algorithm=algorithm, optimizer=optimizer, survives=survives)
         self.plan = self.job.plan(wire.Proposal("opt", 0, 0, reduction, tensors))
         assert len(self.plan.buckets) == 2
         self.memory = self.job.add_plan_memory(self.plan)

@@ -264,7 +264,7 @@ def test_shards_whose_host_dies_go_on_from_their_mirrors() -> None:
 
 @pytest.mark.long
 def test_momentum_of_a_shard_without_a_mirror_begins_anew_when_its_home_dies() -> None:
-    off = {"FUSION_MIRROR_SHARDS": "0"}
+    off = {"FUSION_MIRROR_SHARDS": "off"}
     with ElasticJob(train, 6, (3,), {"algorithm": "bsp"}, 0.5, hosts={"a": 1, "b": 1}, environment=off) as job:
         job.reports()
         job.tell("begin")

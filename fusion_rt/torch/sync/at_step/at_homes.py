@@ -18,7 +18,7 @@ from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.weights import not_finite
-from fusion_rt.torch.sync.when import Closure
+from fusion_rt.torch.sync.when import Closure, Outcome, ShardClock
 
 
 class AtHomes(AtStep):
@@ -28,6 +28,8 @@ class AtHomes(AtStep):
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
+        self._clock = ShardClock(0, 0, 0, self._algorithm.synchronous)
+        self.survives = self.sync.checkpoint.outlives
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
         """Posts the gradients as the script has left them, and waits for the parameters. A rank of which a gradient is
@@ -63,6 +65,28 @@ class AtHomes(AtStep):
         sync.steps.end()
         return loss
 
+    def _exchange_now(self, values: bool, pieces: Sequence[int] = (0,)) -> None:
+        super()._exchange_now(values, pieces)
+        self._clock = self._clock._replace(clock=self._clock.clock + 1)
+
+    def planned(self) -> None:
+        super().planned()
+        plan, here = self.sync.plan.agreed, runtime()
+        assert plan is not None
+        self._clock = ShardClock(here.client.welcome.epoch, plan.id, 0, self._clock.in_step)
+
+    def joined(self) -> None:
+        self._clock = self._clock._replace(clock=wire.first_clock_after_join(self._clock.clock))
+
+    def note_recalled(self, clock: int) -> None:
+        self._clock = self._clock._replace(recalled=clock)
+
+    def note_known(self, outcome: Outcome) -> None:
+        self._clock = self._clock._replace(clock=self._clock.recalled)
+
+    def shard_clock(self) -> ShardClock | None:
+        return self._clock if self.survives else None
+
     def _check_arguments(self) -> None:
         """Raises `ValueError` if the script has changed what the homes know since there has been a plan."""
         optimizer = self.sync.trained.optimizer()
@@ -93,7 +117,9 @@ class AtHomes(AtStep):
     def reduction(self) -> wire.Reduction:
         optimizer = self.sync.trained.optimizer()
         self._arguments = arguments_of(optimizer)
-        return msgspec.structs.replace(self.sync.options.reduction, optimizer=optimizer_spec(optimizer))
+        return msgspec.structs.replace(
+            self.sync.options.reduction, optimizer=optimizer_spec(optimizer), survives=self.survives
+        )
 
     def agreed(self) -> None:
         state = self.sync.trained.optimizer().state
