@@ -228,7 +228,7 @@ def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Pred
     nodes = "is 1 node" if conditions.nodes == 1 else f"are {conditions.nodes} nodes"
     return (
         f"--auto={level} chose {chosen.setting}, {reason}: there {nodes}{links}, and a step computes for "
-        f"{conditions.computing * 1e3:.4g} ms and has {conditions.nbytes / 1e6:.4g} MB of gradients. Predicted for a "
+        f"{conditions.computing * 1e3:.4g} ms and has {conditions.nbytes / 1e6:.4g} MB of gradients; predicted for a "
         f"step, with the best buckets for each: {told}."
     )
 
