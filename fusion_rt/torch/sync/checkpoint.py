@@ -222,7 +222,7 @@ class Checkpoint:
         where, at_homes = self._source.where(), any(":optimizer/" in key for key in saved.get("state", ()))
         if at_homes and not self._at_homes:
             warnings.warn(
-                "this checkpoint's momenta, and what else an optimizer remembers, are those of parameter shards; this "
+                "this checkpoint's momenta, and other state of the optimizer, are those of parameter shards; this "
                 "optimizer's algorithm has no shards, and begins without them",
                 stacklevel=4,
             )
