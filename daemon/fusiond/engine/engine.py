@@ -440,6 +440,7 @@ class Engine:
             self.homes.operation_completed(wire.mark(completed))
         if self.participants.joined:
             self._agreement.one_less()
+            self._exchanges.one_less()
         if self.homes.occupied.plans:
             self.homes.occupied.look_again()
 

@@ -243,12 +243,30 @@ class Exchanges:
         """Something has changed about an operation that has not started: goes on if everything local is there."""
         if operation.exchange is not None or operation.asked or operation.disputed:
             return
-        if len(operation.parts) < len(operation.members.local) and not self.agreement.goes_on_without(operation):
+        if len(operation.parts) < len(operation.members.local) and not (
+            self.agreement.goes_on_without(operation) and self._may_be_next(operation)
+        ):
             return
         if operation.recipe is not None:
             self.agreement.agree(operation, operation.recipe)
         else:
             self._start_bucket(operation)
+
+    def _may_be_next(self, operation: Operation) -> bool:
+        """Returns whether no earlier run of this one's bucket is under way here. Where no rank has a part, nobody waits
+        for its end before the next begins, and peers may be further; but the bucket's codec takes one step at a time.
+        """
+        key = operation.key
+        return operation.recipe is not None or not any(
+            other.exchange is not None and (other.key.plan, other.key.name) == (key.plan, key.name)
+            for other in self._operations.values()
+        )
+
+    def one_less(self) -> None:
+        """An operation is over, for which the next run of a bucket, without a part from here, may have waited."""
+        for operation in list(self._operations.values()):
+            if operation.key.plan and not operation.parts:
+                self.advance(operation)
 
     def _start_bucket(self, operation: Operation) -> None:
         """Everything local is there of a planned bucket: it begins here, if all ranks mean the same backward pass."""

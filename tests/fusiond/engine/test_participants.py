@@ -98,6 +98,30 @@ def test_planned_buckets_go_on_too_even_when_the_plan_is_made_without_some_ranks
         assert all(not isinstance(m, wire.Failed) for answers in job.answers.values() for m, _ in answers)
 
 
+@pytest.mark.parametrize("codec", ["powersgd(rank=1, minimum=0)", "topk(density=0.1, minimum=0)"])
+def test_a_node_without_ranks_takes_one_step_of_a_bucket_after_the_other(codec: str) -> None:
+    """Peers may have begun the next step of a bucket when the last data of the one before is still on its way here."""
+    proposal = wire.Proposal(
+        "opt", 0, 0, wire.Reduction("sum", codec=codec), (wire.TensorSpec("a", "float32", (32, 32)),)
+    )
+    for seed in SEEDS:
+        job = SimulatedJob([1, 1, 1], seed)
+        plan = job.plan(proposal)
+        memory = job.add_plan_memory(plan)
+        job.submit(2, "join", JOIN)
+        job.settle()
+        for step in range(6):
+            for rank in (0, 1):
+                memory[rank].view(np.float32)[:1024] = values_of(rank, step, 1024)
+            handles = [job.ready(rank, plan, 0, step) for rank in (0, 1)]
+            while not all(job.is_answered(rank, handle) for rank, handle in enumerate(handles)):
+                assert job.step(), f"{seed=} {step=}: nothing happens any more"
+        job.settle()
+        assert all(not isinstance(m, wire.Failed) for answers in job.answers.values() for m, _ in answers), seed
+        assert not job.engine(2).participants.lost
+        assert np.array_equal(memory[0], memory[1]), f"{seed=}"
+
+
 def test_a_rank_that_joined_before_the_plan_was_made_gets_the_one_in_force() -> None:
     proposal = wire.Proposal("opt", 0, 0, wire.Reduction("sum"), (wire.TensorSpec("a", "float32", (8,)),))
     job = SimulatedJob([2, 2])
