@@ -96,6 +96,9 @@ class Kind(enum.IntEnum):
     TIMELINE: Horovod's timeline begins (value: 1) or ends (0) in a file (name). TENSOR: while there is one, a tensor
         outside a plan is about to be READY for the first time; clock: the number of a name that says operation, dtype
         and shape (`ALLREDUCE float32 [2, 3]`).
+
+    Of both: MEMORY, at most twice a second; value: resident memory, shared memory included, bytes; extra: memory that
+    torch holds on GPUs, KiB.
     """
 
     FORWARD_BEGIN = 1
@@ -146,6 +149,7 @@ class Kind(enum.IntEnum):
     TIMELINE = 60
     TENSOR = 61
     GONE = 62
+    MEMORY = 63
 
 
 class Flush(enum.IntEnum):

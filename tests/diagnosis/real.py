@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.netlab import Netlab
-from fusion_trace.analyse import endings, stragglers
+from fusion_trace.analyse import diff, endings, stragglers
 from fusion_trace.read import job as jobs
 from fusion_trace.read.ring_reader import read_header
 from fusion_trace.report import stragglers_page
@@ -86,6 +86,9 @@ class RealFault:
         right: whether what the tools say of it is right: findings, who died, and all that they say.
         environment: what the script is told. rate: of host 2. meanwhile: what is done once step 15 is reached.
         only: the node of which the rings are looked at; None: all.
+        before: what the script of an earlier job was told, with which `diff` compares this one; None: nothing is
+            compared.
+        steps: of each job.
     """
 
     says: str
@@ -94,6 +97,8 @@ class RealFault:
     rate: str | None = None
     meanwhile: Callable[[Path], None] | None = None
     only: int | None = None
+    before: dict[str, float] | None = None
+    steps: int = STEPS
 
 
 def _pid(directory: Path, rank: int) -> int:
@@ -140,6 +145,13 @@ FAULTS = {
     "nothing": RealFault("nothing", lambda found, _: not found),
     "host": RealFault("host 2 at 100 Mbit/s", lambda found, _: _only(found, cause="wire", node=2), rate="100mbit"),
     "stop": RealFault("rank 1 stopped for 5 s", lambda found, _: _only(found, rank=1), meanwhile=_stop),
+    "spikes": RealFault(
+        "rank 2's spikes in every 12th step +36 % (a step of 183 ms becomes one of 249)",
+        lambda found, _: any(each.rank == 2 for each in found),
+        {"rank": 2, "more": 0.166, "every": 12},
+        before={"rank": 2, "more": 0.1, "every": 12},
+        steps=121,
+    ),
     "worker": RealFault(
         "rank 2 killed",
         lambda _, ended: [(each.what, each.number) for each in ended.dead] == [("rank", 2)],
@@ -157,7 +169,10 @@ FAULTS = {
 
 
 def run(fault: RealFault, home: Path) -> None:
-    """Runs a job with a fault; its rings are in `home/traces`."""
+    """Runs a job with a fault; its rings are in `home/traces`, and those of one before it in `home/before/traces`."""
+    if fault.before is not None:
+        (home / "before").mkdir()
+        run(replace(fault, environment=fault.before, before=None), home / "before")
     (home / "train.py").write_text(SCRIPT)
     rates = {2: fault.rate} if fault.rate else {}
     path = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "tools")))
@@ -169,7 +184,7 @@ def run(fault: RealFault, home: Path) -> None:
         names = ",".join(f"{host.name}:1" for host in lab.hosts)
         command = [
             sys.executable, "-m", "fusion_rt.runner", "-np", "4", "-H", names, "--rsh-agent", lab.agent,
-            "--trace-dir", str(home / "traces"), sys.executable, str(home / "train.py"), str(home), str(STEPS),
+            "--trace-dir", str(home / "traces"), sys.executable, str(home / "train.py"), str(home), str(fault.steps),
         ]  # fmt: skip
         job = lab.run(
             None, command, env=environment, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -201,12 +216,21 @@ def explain(fault: RealFault, home: Path) -> bool:
     trace = jobs.load([str(path) for path in home.glob(f"traces/*/{pattern}")], "")
     found, ended = stragglers.find(trace), endings.find(trace)
     well = fault.right(found, ended)
+    compared = []
+    if fault.before is not None:
+        earlier = jobs.load([str(path) for path in home.glob("before/traces/*/*.ring")], "")
+        difference = diff.compare(diff.samples(earlier), diff.samples(trace))
+        gate = diff.gate(difference, 0.05)
+        well = well and gate.slower
+        compared = [f"diff: {diff.verdict(difference)}", f"diff --fail-above 5%: {gate.what}"]
     print(f"{fault.says}: {'right' if well else 'WRONG'}")
     for each in found:
         print(f"    {stragglers_page.sentence(trace, each)}")
     if not found and not ended.dead:
-        print(f"    {stragglers_page.nobody(trace, STEPS - 1)[0]}")
+        print(f"    {stragglers_page.nobody(trace, fault.steps - 1)[0]}")
     for sentence in endings.sentences(trace, ended):
+        print(f"    {sentence}")
+    for sentence in compared:
         print(f"    {sentence}")
     ends = [json.loads(path.read_text()) for path in home.glob("ends-*")]
     if ends:

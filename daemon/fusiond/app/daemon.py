@@ -21,6 +21,8 @@ from fusion_rt.core.traceback_format import quoted
 from fusion_rt.host import bootstrap
 from fusion_rt.host.private_files import read_secret
 from fusion_rt.settings import Settings
+from fusion_rt.tracing import resident_memory
+from fusion_rt.tracing.format import Kind
 from fusiond.app.formation import Formation, Shell
 from fusiond.app.peer_dispatch import Heard
 from fusiond.core.tracing import Trace
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fusiond")
 _PLANS = 5.0  # seconds between records of the active plans
-_TICK = 1.0  # seconds between looks at what has waited too long
+_TICK = 1.0  # seconds between looks at what has waited too long, and records of memory
 
 
 class Daemon:
@@ -228,6 +230,7 @@ class Daemon:
     # --- coming up and ending -----------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        self._trace.record(Kind.MEMORY, "", resident_memory.nbytes())
         if not self._formation.engine.idle:
             self._formation.engine.tick()
 

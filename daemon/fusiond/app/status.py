@@ -9,11 +9,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-import psutil
-
 from fusion_rt import __version__, wire
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
+from fusion_rt.tracing import resident_memory
 from fusiond.host.log_writer import LogWriter
 from fusiond.membership.epoch import Membership
 
@@ -77,7 +76,7 @@ def figures(
         failure[: wire.MAX_LINE],
         time.monotonic() - began,
         usage.ru_utime + usage.ru_stime,
-        psutil.Process().memory_info().rss,
+        resident_memory.nbytes(),
         operations,
         nbytes,
         under_way,

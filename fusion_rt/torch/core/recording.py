@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fusion_rt.tracing import processors
+from fusion_rt.tracing import processors, resident_memory
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 
@@ -102,6 +102,7 @@ class Steps:
     def __init__(self, trace: Instrument) -> None:
         self.trace = trace
         self.number = 0
+        self._memory_due = 0  # time, ns
 
     def first_gradient(self) -> None:
         """Notes the first gradient of a step, or the request for its reduction without any."""
@@ -116,9 +117,20 @@ class Steps:
     def end(self) -> None:
         """Records that `step()` is about to return."""
         self.trace.record(Kind.STEP_END, "", time.process_time_ns(), self.number, 0, processors.waited())
+        now = time.monotonic_ns()
+        if now >= self._memory_due:
+            self._memory_due = now + resident_memory.EVERY_NS
+            self.trace.record(Kind.MEMORY, "", resident_memory.nbytes(), 0, 0, _on_gpus() >> 10)
         self.number += 1
         _passes.trace, _passes.step = self.trace, self.number
         _passes.watch()
+
+
+def _on_gpus() -> int:
+    """Returns the bytes that torch's allocator holds on GPUs: what others cannot have, in use or not."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
 
 
 def forget(trace: Instrument) -> None:

@@ -12,6 +12,7 @@ import sys
 from base64 import b64decode
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fusion_trace.analyse import critical_path, stragglers
+from fusion_rt.tracing.format import NOBODY, Kind
+from fusion_trace.analyse import critical_path, diff, stragglers
 from fusion_trace.analyse.overlap import PARTS, by_step, partitions
 from fusion_trace.cli import app
 from fusion_trace.export import picture
@@ -37,10 +39,10 @@ from fusion_trace.simulate.changes import Change, replay
 from fusion_trace.simulate.model import FRAMED, CodecCosts
 from fusion_trace.simulate.recorded import understand
 from tests.diagnosis import generator
-from tests.tools.synthetic import MS, Job, Straggler, simulate
+from tests.tools.synthetic import MS, Job, Straggler, Tape, simulate
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly, which is in the extra `trace`")
-SECTIONS = ("overview", "ranks", "overlap", "stragglers", "links", "critical-path", "timeline", "whatif")
+SECTIONS = ("overview", "ranks", "overlap", "stragglers", "links", "critical-path", "timeline", "usage", "whatif")
 HOSTILE = "<img src=x onerror=alert(1)>@@PLOTLY@@</script>"
 JOB = Job(
     nodes=4, steps=200, buckets=2, bandwidth=120e6, bucket_nbytes=1 << 20, chunk_nbytes=1 << 18, skews={1: 7 * MS},
@@ -69,6 +71,7 @@ def make(folder: Path, what: Job) -> Made:
     for tape in truth.tapes.values():
         tape.host = HOSTILE if tape.node == 3 else tape.host
         tape.rows = [(*row[:3], HOSTILE if row[3] == "loss" else row[3], *row[4:]) for row in tape.rows]
+        _use(tape)
     truth.write(folder)
     trace = job.load([str(folder)], "/nowhere")
     report = analyse(trace, measure=cheap)
@@ -76,6 +79,17 @@ def make(folder: Path, what: Job) -> Made:
     found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text)
     assert found is not None
     return Made(trace, report, text, json.loads(found[1]))
+
+
+def _use(tape: Tape) -> None:
+    """Half a processor of workers, and memory that grows from 1 GiB by 1 MiB ten times a second."""
+    ends = [row[0] for row in tape.rows if row[6] == Kind.STEP_END]
+    tape.rows = [
+        (time, 1 + (time - ends[0]) // 2 if kind == Kind.STEP_END else value, clock, name, plan, extra, kind, peer)
+        for time, value, clock, name, plan, extra, kind, peer in tape.rows
+    ]
+    for number, time in enumerate(range(min(row[0] for row in tape.rows), max(row[0] for row in tape.rows), 100 * MS)):
+        tape.rows.append((time, (1 << 30) + (number << 20), 0, "", 0, 0, Kind.MEMORY, NOBODY))
 
 
 @pytest.fixture(scope="module")
@@ -162,16 +176,49 @@ def test_links_are_in_the_matrix(made: Made) -> None:
                 assert bandwidth[source][target] == pytest.approx(120e6 * 8e-6, rel=0.1)
 
 
-def test_the_path_is_that_of_a_step_of_median_length_and_as_long(made: Made) -> None:
-    path = made.report.path
+def test_the_path_of_a_step_of_median_length_is_beside_the_longest_and_the_sum(made: Made) -> None:
+    path, longest, paths = made.report.path, made.report.longest, made.report.paths
     assert path is not None
+    assert longest is not None
     number = path.step.number
     assert (path,) == critical_path.find(made.trace, StepRange(number, number + 1))
     lengths = sorted(fmean(part.ns for part in column) for column in zip(*_by_rank(made), strict=True))
-    assert fmean(part.ns for part in partitions(made.trace, StepRange(number, number + 1))) == lengths[99]
-    bars = made.charts["critical-path-0"]["data"]
-    assert sum(sum(bar["x"]) for bar in bars) == pytest.approx(path.step.ns / 1e6, abs=0.01)
-    assert f"<td>all of it</td><td></td><td class=n>{duration(path.step.ns)}</td>" in made.text
+    of_steps = {
+        step: fmean(part.ns for part in partitions(made.trace, StepRange(step, step + 1)))
+        for step in (number, longest.step.number)
+    }
+    assert list(of_steps.values()) == [lengths[99], lengths[-1]]
+    for place, each in enumerate((path, longest)):
+        bars = made.charts[f"critical-path-{place}"]["data"]
+        assert sum(sum(bar["x"]) for bar in bars) == pytest.approx(each.step.ns / 1e6, abs=0.01)
+    assert paths == critical_path.find(made.trace)  # all 199 steps: there is room for so many
+    mean = fmean(each.ns for each in paths)
+    of_each = "".join(
+        f"<td class=n>{told}</td>" for told in (duration(mean), "100%", duration(path.ns), duration(longest.ns))
+    )
+    assert f"<td>all of it</td><td></td>{of_each}" in made.text
+
+
+def test_of_many_steps_some_paths_are_summed_from_begin_to_end() -> None:
+    assert figures.evenly([3, 5, 8], 4) == [3, 5, 8]
+    some = figures.evenly(range(1, 1001), 240)
+    assert len(some) == len(set(some)) == 240
+    assert some[0] == 1
+    assert some[-1] > 990
+    assert {b - a for a, b in pairwise(some)} == {4, 5}
+
+
+def test_processors_and_memory_are_drawn(made: Made) -> None:
+    busy, memory = made.charts["usage-0"]["data"], made.charts["usage-1"]["data"]
+    assert "usage-2" not in made.charts  # nothing on GPUs
+    assert [line["name"] for line in busy] == [f"rank {rank}" for rank in range(4)]
+    assert all(value == pytest.approx(0.5, rel=1e-3) for line in busy for value in line["y"])
+    assert [line["line"]["dash"] for line in memory] == ["solid"] * 4 + ["dot"] * 4
+    assert memory[7]["name"] == plain(f"daemon of {HOSTILE}")
+    for line in memory:
+        assert line["y"] == sorted(line["y"])
+        assert 1 <= line["y"][0] < line["y"][-1] < 1.1
+    assert "<td>rank 0</td><td class=n>0.50</td><td class=n>0.50</td><td class=n>1.00 GiB</td>" in made.text
 
 
 def _by_rank(made: Made) -> list[list[Any]]:
@@ -334,6 +381,40 @@ def test_the_command_writes_a_page_and_says_what_it_found(tmp_path: Path) -> Non
     assert document["findings"]
     assert "Step times" in out.read_text()
     assert ">2-13</td>" in out.read_text()
+
+
+def test_jobs_are_shown_beside_each_other(tmp_path: Path) -> None:
+    this = replace(SMALL, nodes=2, steps=40)
+    jobs = {
+        "now": this,
+        "slow": replace(this, forward=16 * MS, name="slow"),
+        "same": replace(this, seed=3, name="same"),
+    }
+    for name, what in jobs.items():
+        simulate(what).write(_folder(tmp_path, name))
+    out = tmp_path / "r.html"
+    beside = [word for name in ("slow", "same") for word in ("--beside", str(tmp_path / name))]
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "now"), "-o", str(out), *beside])
+    assert shown.exit_code == 0, shown.output
+    text = out.read_text()
+    assert re.findall(r'<section id="([^"]*)">', text) == [*SECTIONS[:2], "beside", *SECTIONS[2:]]
+    assert "From job slow to job synthetic: steps are faster by " in text
+    assert "From job same to job synthetic: no change." in text
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text)
+    assert found is not None
+    drawn = json.loads(found[1])
+    for place, name in enumerate(jobs):
+        its = diff.samples(job.load([str(tmp_path / name)], "/nowhere")).measures
+        line, lengths = (drawn[f"beside-{chart}"]["data"][place] for chart in (0, 1))
+        assert line["y"] == [charts.ms(ns) for ns in its["step"].tolist()]
+        assert (lengths["x"][0], lengths["x"][-1]) == (
+            charts.ms(min(its["step"].tolist())),
+            charts.ms(max(its["step"].tolist())),
+        )
+        parts = [bar["x"][place] for bar in drawn["beside-2"]["data"]]
+        assert sum(parts) == pytest.approx(its["step"].mean() / 1e6, abs=1e-3)
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "now"), *["--beside", "other"] * 9])
+    assert "at most 8 jobs are shown beside another" in str(shown.exception)
 
 
 def test_without_links_or_steps_sections_say_so(tmp_path: Path) -> None:

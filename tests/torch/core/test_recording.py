@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -14,10 +16,11 @@ from fusion_rt.tracing.format import NOBODY, Kind
 
 
 class Listed:
-    """An instrument that keeps kinds and clocks in a list."""
+    """An instrument that keeps kinds and clocks in a list, and what is held of memory in another."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Kind, int]] = []
+        self.memory: list[tuple[int, int]] = []
 
     def record(
         self,
@@ -29,6 +32,9 @@ class Listed:
         extra: int = 0,
         peer: int = NOBODY,
     ) -> None:
+        if kind == Kind.MEMORY:
+            self.memory.append((value, extra))
+            return
         self.found.append((Kind(kind), clock))
 
     def close(self) -> None:
@@ -100,3 +106,19 @@ def test_a_script_that_compiles_is_left_alone(trace: Listed, monkeypatch: pytest
     monkeypatch.setattr(recording, "_compiles", lambda: True)
     Steps(trace).end()
     assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_memory_is_told_twice_a_second_however_short_steps_are(trace: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 10 ms, for five seconds; 3 GiB on two GPUs."""
+    clock = itertools.count(0, 10_000_000)
+    monkeypatch.setattr(recording.time, "monotonic_ns", clock.__next__)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (device + 1) << 30)
+    steps = Steps(trace)
+    for _ in range(500):
+        steps.end()
+    assert len(trace.memory) == 10
+    assert {on_gpus for _, on_gpus in trace.memory} == {3 << 20}
+    held = psutil.Process().memory_info().rss
+    assert trace.memory[-1][0] == pytest.approx(held, rel=0.05)

@@ -16,7 +16,7 @@ rings do not tell.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,7 +82,7 @@ class Path:
         return sum(segment.ns for segment in self.segments)
 
 
-def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Path, ...]:
+def find(trace: JobTrace, chosen: StepRange | Set[int] = EVERY_STEP) -> tuple[Path, ...]:
     """Returns the critical path of each step, by number."""
     last: dict[int, Step] = {}
     for step in (step for steps in all_steps(trace).values() for step in steps if step.number in chosen):

@@ -152,23 +152,34 @@ def report(
             help="Steps of the timeline, A:B as in Python, at most 12; by default a typical one and the slowest.",
         ),
     ] = "",
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="JOB",
+            help="Another job, by its id or directory, whose steps are shown beside this one's; may be repeated.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Writes one HTML page about a job, with charts: where steps go, overlap, stragglers, links, the critical path, a
-    timeline of single steps, and what faster or slower links would do.
+    timeline of single steps, processors and memory, and what faster or slower links would do.
 
     The page needs no network and no other file. It is drawn by plotly, which is in the extra `trace`.
     """
     from fusion_trace.report import html_page
     from fusion_trace.report.figures import analyse
     from fusion_trace.report.findings import findings
+    from fusion_trace.report.runs import MOST_RUNS, run_of
     from fusion_trace.report.sections import sections
 
     script = html_page.plotly_js()
     selected = parse_steps(steps)
+    if len(beside or ()) > MOST_RUNS:
+        raise ChoiceError(f"--beside: at most {MOST_RUNS} jobs are shown beside another")
+    others = [run_of(load([each], selected), selected) for each in beside or ()]  # one at a time, for memory
     trace = load(what, selected)
     found = analyse(trace, selected, drawn=parse_steps(timeline, "--timeline") if timeline else None)
-    text = html_page.render(trace.job, sections(found), script)
+    text = html_page.render(trace.job, sections(found, others), script)
 
     def write() -> int:
         with open(output, "w", encoding="utf-8") as file:

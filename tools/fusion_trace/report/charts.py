@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from fusion_rt.tracing.format import Role
 from fusion_trace.analyse.bucket_times import BucketTimes
 from fusion_trace.analyse.critical_path import Segment
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
+from fusion_trace.analyse.usage import Usage, UsageCurve
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.curves import BANDWIDTHS, Curves
 from fusion_trace.report.figures import Column, RankTimes
@@ -38,7 +40,7 @@ _HAPPENINGS = {
     "operation": "#8a93a3", "reduce": _ACTIVITIES["reduce"], "encode": _ACTIVITIES["encode"],
     "decode": _ACTIVITIES["decode"], "sending": "#f0b429", "receiving": "#c98a10", "blocked": "#1f2430",
 }  # fmt: skip
-_LINES = (("#2b6ca3", "solid"), ("#3f8f5f", "dot"), ("#f0b429", "solid"), ("#d6453d", "solid"))
+LINES = (("#2b6ca3", "solid"), ("#3f8f5f", "dot"), ("#f0b429", "solid"), ("#d6453d", "solid"))
 _SEQUENTIAL = [[0, "#f4f8fc"], [1, "#1c5a92"]]
 _DIVERGING = [[0, "#2b6ca3"], [0.5, "#ffffff"], [1, "#c2281f"]]
 
@@ -52,7 +54,8 @@ def ms(ns: float) -> float:
     return round(ns / 1e6, 5)
 
 
-def _layout(height: int, **more: object) -> Chart:
+def layout(height: int, **more: object) -> Chart:
+    """Returns what all charts look like, and `more`."""
     return {
         "height": height,
         "margin": {"l": 70, "r": 20, "t": 30, "b": 50},
@@ -64,7 +67,8 @@ def _layout(height: int, **more: object) -> Chart:
     }
 
 
-def _axis(title: str, **more: object) -> Chart:
+def axis(title: str, **more: object) -> Chart:
+    """Returns what all axes look like, and `more`."""
     return {"title": {"text": title}, "gridcolor": "#e7e9ed", "zerolinecolor": "#c3c7cf", "automargin": True, **more}
 
 
@@ -84,8 +88,8 @@ def rank_bars(ranks: Sequence[RankTimes]) -> Chart:
         }
         for part in PARTS
     ]
-    axes = {"xaxis": _axis("mean of a step, ms"), "yaxis": _axis("", autorange="reversed", type="category")}
-    return {"data": data, "layout": _layout(150 + 30 * len(shown), barmode="stack", **axes)}
+    axes = {"xaxis": axis("mean of a step, ms"), "yaxis": axis("", autorange="reversed", type="category")}
+    return {"data": data, "layout": layout(150 + 30 * len(shown), barmode="stack", **axes)}
 
 
 def step_bars(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
@@ -111,15 +115,15 @@ def step_bars(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
         each = len(data) // (place + 1)
         visible = [index // each == place for index in range(len(shown) * each)]
         buttons.append({"label": f"rank {rank}", "method": "update", "args": [{"visible": visible}]})
-    layout = _layout(
+    whole = layout(
         380,
         barmode="stack",
         bargap=0,
-        xaxis=_axis("step"),
-        yaxis=_axis("ms"),
+        xaxis=axis("step"),
+        yaxis=axis("ms"),
         updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}],
     )
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": whole}
 
 
 def _extremes(columns: Sequence[Column], rank: int, which: str, visible: bool) -> Chart:
@@ -153,8 +157,8 @@ def length_bars(lengths: tuple[Sequence[float], Sequence[int]]) -> Chart:
             "hovertemplate": "%{text}: %{y} steps<extra></extra>",
         }
     ]
-    axes = {"xaxis": _axis("a step, ms"), "yaxis": _axis("steps of all ranks", type="log", dtick=1)}
-    return {"data": data, "layout": _layout(300, showlegend=False, bargap=0, **axes)}
+    axes = {"xaxis": axis("a step, ms"), "yaxis": axis("steps of all ranks", type="log", dtick=1)}
+    return {"data": data, "layout": layout(300, showlegend=False, bargap=0, **axes)}
 
 
 def hidden_line(columns: Sequence[Column]) -> Chart:
@@ -170,8 +174,8 @@ def hidden_line(columns: Sequence[Column]) -> Chart:
             "hovertemplate": "step %{x}: %{y:.1f} %<extra></extra>",
         }
     ]
-    axes = {"xaxis": _axis("step"), "yaxis": _axis("hidden, %", range=[0, 103])}
-    return {"data": data, "layout": _layout(260, showlegend=False, **axes)}
+    axes = {"xaxis": axis("step"), "yaxis": axis("hidden, %", range=[0, 103])}
+    return {"data": data, "layout": layout(260, showlegend=False, **axes)}
 
 
 def bucket_bars(buckets: Sequence[BucketTimes]) -> Chart:
@@ -192,8 +196,8 @@ def bucket_bars(buckets: Sequence[BucketTimes]) -> Chart:
         }
         for phase in titles
     ]
-    axes = {"xaxis": _axis("", type="category"), "yaxis": _axis("median, ms")}
-    return {"data": data, "layout": _layout(320, barmode="group", **axes)}
+    axes = {"xaxis": axis("", type="category"), "yaxis": axis("median, ms")}
+    return {"data": data, "layout": layout(320, barmode="group", **axes)}
 
 
 def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
@@ -214,8 +218,8 @@ def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
             "hovertemplate": "%{y}, step %{x}: %{z:.3f} ms<extra></extra>",
         }
     ]
-    axes = {"xaxis": _axis("step"), "yaxis": _axis("", autorange="reversed", type="category")}
-    return {"data": data, "layout": _layout(150 + 30 * len(shown), **axes)}
+    axes = {"xaxis": axis("step"), "yaxis": axis("", autorange="reversed", type="category")}
+    return {"data": data, "layout": layout(150 + 30 * len(shown), **axes)}
 
 
 def link_matrix(trace: JobTrace, links: Sequence[LinkFigures], values: Sequence[float | None], title: str) -> Chart:
@@ -240,14 +244,14 @@ def link_matrix(trace: JobTrace, links: Sequence[LinkFigures], values: Sequence[
     if len(nodes) <= MOST_WITH_TEXT:
         drawn["texttemplate"] = "%{z:,.3~r}"
     axes = {
-        "xaxis": _axis("to", type="category"),
-        "yaxis": _axis("from", autorange="reversed", type="category"),
+        "xaxis": axis("to", type="category"),
+        "yaxis": axis("from", autorange="reversed", type="category"),
         "title": {"text": title, "font": {"size": 14}},
     }
-    return {"data": [drawn], "layout": _layout(340, **{**axes, "margin": {"l": 70, "r": 10, "t": 50, "b": 50}})}
+    return {"data": [drawn], "layout": layout(340, **{**axes, "margin": {"l": 70, "r": 10, "t": 50, "b": 50}})}
 
 
-def path_chart(trace: JobTrace, segments: Sequence[Segment], begin: int) -> Chart:
+def path_chart(trace: JobTrace, segments: Sequence[Segment], begin: int, title: str) -> Chart:
     """Draws the path through one step: a row for each rank, daemon and link, in the order in which it comes to them."""
     rows = list(dict.fromkeys(segment.place.named(trace) for segment in segments))
     data = []
@@ -269,10 +273,36 @@ def path_chart(trace: JobTrace, segments: Sequence[Segment], begin: int) -> Char
             }
         )
     axes = {
-        "xaxis": _axis("ms since the step began"),
-        "yaxis": _axis("", type="category", categoryorder="array", categoryarray=rows, autorange="reversed"),
+        "xaxis": axis("ms since the step began"),
+        "yaxis": axis("", type="category", categoryorder="array", categoryarray=rows, autorange="reversed"),
     }
-    return {"data": data, "layout": _layout(190 + 30 * len(rows), barmode="overlay", **axes)}
+    more = {"title": {"text": title, "font": {"size": 14}}, "margin": {"l": 70, "r": 20, "t": 90, "b": 50}}
+    return {"data": data, "layout": layout(250 + 30 * len(rows), barmode="overlay", **axes) | more}
+
+
+def usage_lines(trace: JobTrace, curves: Sequence[tuple[Usage, UsageCurve]], title: str, unit: float) -> Chart:
+    """Draws a curve of each process: workers' are solid, daemons' dotted. `unit`: what 1 is on the axis."""
+    begin = trace.span[0]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers" if len(curve.values) < 2 else "lines",
+            "name": plain(usage_name(trace, used)),
+            "x": [round((time - begin) / 1e9, 3) for time in curve.times.tolist()],
+            "y": [float(f"{value / unit:.4g}") for value in curve.values.tolist()],
+            "line": {"dash": "solid" if used.process.role == Role.WORKER else "dot", "width": 1.5},
+            "hovertemplate": "%{x:.1f} s: %{y:.4~r}",
+        }
+        for used, curve in curves
+    ]
+    axes = {"xaxis": axis("seconds since the first record"), "yaxis": axis(title, rangemode="tozero")}
+    return {"data": data, "layout": layout(300, showlegend=True, **axes)}
+
+
+def usage_name(trace: JobTrace, used: Usage) -> str:
+    """Returns the name of a process."""
+    process = used.process
+    return f"rank {process.rank}" if process.role == Role.WORKER else f"daemon of {trace.host_of(process.node)}"
 
 
 def timeline(steps: Sequence[DrawnStep]) -> Chart:
@@ -285,18 +315,18 @@ def timeline(steps: Sequence[DrawnStep]) -> Chart:
         title = f"step {step.number}: {step.ns / 1e6:.2f} ms" + (f", {step.why}" if step.why else "")
         buttons.append({"label": title, "method": "update", "args": [{"visible": visible}, _timeline_axes(step)]})
     first = _timeline_axes(steps[0])
-    layout = _layout(
+    whole = layout(
         first["height"],
         barmode="overlay",
         dragmode="pan",
         meta={"zoom": True, "steps": [step.number for step in steps]},
-        xaxis=_axis("ms since the step began", range=first["xaxis.range"]),
-        yaxis=_axis("", type="category", categoryorder="array", tickfont={"size": 11}, fixedrange=True)
+        xaxis=axis("ms since the step began", range=first["xaxis.range"]),
+        yaxis=axis("", type="category", categoryorder="array", tickfont={"size": 11}, fixedrange=True)
         | {name.removeprefix("yaxis."): value for name, value in first.items() if name.startswith("yaxis.")},
         updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 6}}],
         legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     )
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": whole}
 
 
 def _activity(step: DrawnStep, kind: str, visible: bool) -> Chart:
@@ -353,7 +383,7 @@ def curve_chart(curves: Curves) -> Chart:
             "line": {"color": colour, "dash": dash, "width": 2},
             "hovertemplate": "%{x:,.0f} Mbit/s: %{y:.2f} ms<extra>" + curve.title + "</extra>",
         }
-        for curve, (colour, dash) in zip(curves.curves, _LINES, strict=False)
+        for curve, (colour, dash) in zip(curves.curves, LINES, strict=False)
     ]
     data.append(
         {
@@ -368,7 +398,7 @@ def curve_chart(curves: Curves) -> Chart:
     )
     ticks = [f"{rate / 1e3:g} Gbit/s" if rate >= 1e3 else f"{rate:g} Mbit/s" for rate in rates]
     axes = {
-        "xaxis": _axis("bandwidth of every link", type="log", tickvals=rates, ticktext=ticks),
-        "yaxis": _axis("a step, ms", rangemode="tozero"),
+        "xaxis": axis("bandwidth of every link", type="log", tickvals=rates, ticktext=ticks),
+        "yaxis": axis("a step, ms", rangemode="tozero"),
     }
-    return {"data": data, "layout": _layout(400, **axes)}
+    return {"data": data, "layout": layout(400, **axes)}

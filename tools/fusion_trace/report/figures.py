@@ -9,12 +9,13 @@ from statistics import fmean
 
 import numpy as np
 
-from fusion_trace.analyse import bucket_times, critical_path, summary
+from fusion_trace.analyse import bucket_times, critical_path, summary, usage
 from fusion_trace.analyse.bucket_times import BucketTimes
 from fusion_trace.analyse.critical_path import Path
 from fusion_trace.analyse.link_figures import LinkFigures, link_figures
 from fusion_trace.analyse.overlap import PARTS, Partition, by_rank, by_step, median, partitions, steps_of_operations
 from fusion_trace.analyse.summary import Summary
+from fusion_trace.analyse.usage import Usage
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import operations
@@ -26,6 +27,8 @@ from fusion_trace.simulate.model import CodecCosts
 
 MOST_COLUMNS = 240  # of charts over steps; with more steps, a column stands for several
 MOST_BINS = 60  # of the histogram
+MOST_PATHS = 240  # critical paths that are summed
+MOST_USED = 16  # ranks whose processors and memory are drawn
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ class Report:
         lengths: bins of the lengths of all ranks' steps: edges, one more than bins (ns), and how many are in each.
         slowest: single steps of all ranks, the longest first.
         buckets, links: as `bucket_times.find` and `link_figures.link_figures` have them.
-        path: the critical path of the step of median length; None without steps.
+        used: processors and memory, of the first ranks and their daemons.
+        paths: the critical paths of steps throughout the job, at most `MOST_PATHS`; path: that of the step of median
+            length, and longest: that of the longest one; None without steps.
         curves: what-ifs.
         drawn: steps of the timeline.
     """
@@ -96,7 +101,10 @@ class Report:
     slowest: tuple[Partition, ...]
     buckets: tuple[BucketTimes, ...]
     links: tuple[LinkFigures, ...]
+    used: tuple[Usage, ...]
+    paths: tuple[Path, ...]
     path: Path | None
+    longest: Path | None
     curves: Curves
     drawn: tuple[DrawnStep, ...]
 
@@ -120,8 +128,11 @@ def analyse(
     every = operations(trace)
     inside = steps_of_operations(every, parts) >= 0
     span = Span(min((part.begin for part in parts), default=0), max((part.end for part in parts), default=0))
-    middle = _middle_step(parts)
-    paths = () if middle is None else critical_path.find(trace, StepRange(middle, middle + 1))
+    ordered = _by_length(parts)
+    some = frozenset(evenly(sorted(ordered), MOST_PATHS))
+    single = {ordered[(len(ordered) - 1) // 2], ordered[-1]} if ordered else set[int]()
+    paths = {path.step.number: path for path in critical_path.find(trace, some | single)}
+    middle = ordered[(len(ordered) - 1) // 2] if ordered else None
     return Report(
         trace=trace,
         chosen=chosen,
@@ -132,7 +143,10 @@ def analyse(
         slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
         buckets=bucket_times.find(trace, chosen),
         links=link_figures(trace, every.chunks_of(inside), span),
-        path=paths[0] if paths else None,
+        used=usage.find(trace, span, MOST_USED),
+        paths=tuple(path for number, path in paths.items() if number in some),
+        path=None if middle is None else paths[middle],
+        longest=paths[ordered[-1]] if ordered else None,
         curves=sweep(trace, _around(parts, middle), measure),
         # Last, since it asks for the operations of other traces, of which few are kept.
         drawn=() if middle is None else timeline.find(trace, parts, drawn, middle),
@@ -188,11 +202,17 @@ def _column(steps: Sequence[tuple[int, Sequence[Partition]]]) -> Column:
     )
 
 
-def _middle_step(parts: Sequence[Partition]) -> int | None:
-    """Returns the number of the step whose length (the mean over ranks) is the median of all, or just below it."""
+def _by_length(parts: Sequence[Partition]) -> list[int]:
+    """Returns the numbers of steps, the shortest first, by the mean over ranks."""
     lengths = {number: fmean(part.ns for part in its) for number, its in by_step(parts).items()}
-    ordered = sorted(lengths, key=lambda number: (lengths[number], number))
-    return ordered[(len(ordered) - 1) // 2] if ordered else None
+    return sorted(lengths, key=lambda number: (lengths[number], number))
+
+
+def evenly(numbers: Sequence[int], most: int) -> list[int]:
+    """Returns all of them, or so many that are spread evenly."""
+    if len(numbers) <= most:
+        return list(numbers)
+    return [numbers[place * len(numbers) // most] for place in range(most)]
 
 
 def _around(parts: Sequence[Partition], middle: int | None) -> StepRange:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion_trace.analyse import critical_path
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
-from fusion_trace.report import charts, overlap_page, stragglers_page, summary_page, timeline
+from fusion_trace.report import charts, overlap_page, runs, stragglers_page, summary_page, timeline
 from fusion_trace.report.charts import Chart
 from fusion_trace.report.curves import BANDWIDTHS
-from fusion_trace.report.figures import Report
+from fusion_trace.report.figures import MOST_USED, Report
 from fusion_trace.report.findings import Told, findings
+from fusion_trace.report.runs import Run
 from fusion_trace.report.wording import Table, count, duration, share, size
 
 MOST_ROWS = 64
@@ -40,18 +42,27 @@ class Section:
     tables: tuple[Table, ...] = ()
 
 
-def sections(report: Report) -> tuple[Section, ...]:
-    """Returns all sections, in order."""
+def sections(report: Report, beside: Sequence[Run] = ()) -> tuple[Section, ...]:
+    """Returns all sections, in order.
+
+    Args:
+        beside: other jobs.
+
+    Raises:
+        ChoiceError: one of them has too few steps to be compared.
+    """
     if not report.ranks:
         return (_overview(report),)
     return (
         _overview(report),
         _ranks(report),
+        *([_beside(report, beside)] if beside else []),
         _overlap(report),
         _stragglers(report),
         _links(report),
         _path(report),
         _timeline(report),
+        _usage(report),
         _whatif(report),
     )
 
@@ -116,6 +127,22 @@ def _ranks(report: Report) -> Section:
             shortened(Table("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows), len(report.ranks)),
             replace(overlap_page.single_steps(report.slowest), title="The slowest steps"),
         ),
+    )
+
+
+def _beside(report: Report, others: Sequence[Run]) -> Section:
+    every = [runs.run_of(report.trace, report.chosen), *others]
+    told = runs.verdicts(every[0], others)
+    return Section(
+        "beside",
+        "Beside other jobs",
+        told=tuple(Told(what, "", slower) for what, slower in told),
+        about=(
+            "Steps are the means over ranks. Of many that follow each other the longest is drawn. `fusion-trace diff` "
+            "has the intervals of all differences between two jobs.",
+        ),
+        charts=runs.charts_of(every),
+        tables=(runs.table(every),),
     )
 
 
@@ -235,29 +262,89 @@ def _latency(link: LinkFigures) -> str:
 
 
 def _path(report: Report) -> Section:
-    path = report.path
+    path, longest, trace = report.path, report.longest, report.trace
     assert path is not None  # there are whole steps
-    sums = [(activity, place.named(report.trace), ns) for (activity, place), ns in critical_path.totals([path]).items()]
-    activity, place, most = sums[0]
+    assert longest is not None
+    whole = sum(each.step.ns for each in report.paths)
+    sums = critical_path.totals(report.paths)
+    (activity, place), most = next(iter(sums.items()))
     told = Told(
-        f"Step {path.step.number} takes {duration(path.step.ns)}, of which {activity} at {place} is {duration(most)} "
-        f"({share(most / path.step.ns)}), more than anything else.",
+        f"Of {_of_steps(report)}, {activity} at {place.named(trace)} is {duration(most / len(report.paths))} of each "
+        f"({share(most / whole)}), more than anything else.",
         "",
         False,
     )
-    rows = [(activity, place, duration(ns), share(ns / path.step.ns)) for activity, place, ns in sums[:MOST_ROWS]]
-    table = shortened(Table("On the path", ("activity", "where", "takes", "share"), tuple(rows), 2), len(sums))
-    whole = ("all of it", "", duration(path.ns), share(1.0))
+    of_one, of_longest = critical_path.totals([path]), critical_path.totals([longest])
+    every = dict.fromkeys([*sums, *of_one, *of_longest])
+    rows = [
+        (
+            *(what[0], what[1].named(trace)),
+            *(duration(sums.get(what, 0) / len(report.paths)), share(sums.get(what, 0) / whole)),
+            *(duration(its[what]) if what in its else "" for its in (of_one, of_longest)),
+        )
+        for what in [*every][:MOST_ROWS]
+    ]
+    columns = ("mean of a step", "share", f"step {path.step.number}", f"step {longest.step.number}, the longest")
+    table = shortened(Table("On the path", ("activity", "where", *columns), tuple(rows), 2), len(every))
+    sum_of = ("all of it", "", duration(whole / len(report.paths)), share(1.0), duration(path.ns), duration(longest.ns))
+    drawn = {path.step.number: (path, "of median length"), longest.step.number: (longest, "the longest")}
     return Section(
         "critical-path",
-        f"Critical path of step {path.step.number}, which is of median length",
+        "Critical path",
         told=(told,),
         about=(
             "The path goes back from the moment when the last rank ends the step: who was busy then, what that had "
-            "waited for, who was busy with it, and so on. To shorten the step, make an activity on the path faster.",
+            "waited for, who was busy with it, and so on. To shorten the step, make an activity on the path faster. "
+            "`fusion-trace critical-path --steps A --beside B` shows any two steps beside each other.",
         ),
-        charts=(charts.path_chart(report.trace, path.segments, path.step.begin),),
-        tables=(Table(table.title, table.columns, (*table.rows, whole), table.left),),
+        charts=tuple(
+            charts.path_chart(trace, each.segments, each.step.begin, f"step {number}, {why}: {duration(each.ns)}")
+            for number, (each, why) in drawn.items()
+        ),
+        tables=(Table(table.title, table.columns, (*table.rows, sum_of), table.left),),
+    )
+
+
+def _of_steps(report: Report) -> str:
+    """Returns which steps' paths are summed."""
+    steps = len({number for column in report.columns for number in range(column.first, column.last + 1)})
+    paths = len(report.paths)
+    return f"{paths} steps spread over all" if paths < steps else count(paths, "step")
+
+
+def _usage(report: Report) -> Section:
+    trace = report.trace
+    about = [
+        "Processors: how many were busy for a process, between the ends of two of a worker's steps, or of a daemon's "
+        "operations. Memory is what was resident, with the shared memory that workers and their daemon both have.",
+    ]
+    if len(trace.workers) > MOST_USED:
+        about.append(f"Drawn are the first {MOST_USED} ranks, and the daemons of their nodes.")
+    kinds = (
+        ("busy processors", [(used, used.processors) for used in report.used], 1.0),
+        ("memory, GiB", [(used, used.memory) for used in report.used], 2.0**30),
+        ("memory on GPUs, GiB", [(used, used.on_gpus) for used in report.used], 2.0**30),
+    )
+    shown = [(title, [each for each in curves if len(each[1].values)], unit) for title, curves, unit in kinds]
+    shown = [each for each in shown if each[1]]
+    if not shown:
+        return Section("usage", "Processors and memory", told=(Told("Nothing of it was recorded.", "", False),))
+    rows = tuple(
+        (
+            charts.usage_name(trace, used),
+            *("" if value is None else f"{value:.2f}" for value in (used.mean, used.processors.most)),
+            *("" if not len(used.memory.values) else size(float(used.memory.values[end])) for end in (0, -1)),
+            *("" if curve.most is None else size(curve.most) for curve in (used.memory, used.on_gpus)),
+        )
+        for used in report.used
+    )
+    head = ("", "busy processors", "at most", "memory at first", "at last", "at most", "on GPUs, at most")
+    return Section(
+        "usage",
+        "Processors and memory",
+        about=tuple(about),
+        charts=tuple(charts.usage_lines(trace, curves, title, unit) for title, curves, unit in shown),
+        tables=(Table("In all", head, rows),),
     )
 
 
