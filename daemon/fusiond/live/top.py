@@ -201,7 +201,10 @@ def _links(rates: Rates) -> _Rows:
 
 
 def _host(rates: Rates, node: int) -> str:
-    return next((each.host for each in rates.nodes if each.node == node), f"node {node}")
+    """Returns the name of a node: its host's, with its number where that name is another node's too."""
+    host = next((each.host for each in rates.nodes if each.node == node), "")
+    shared = sum(each.host == host for each in rates.nodes) > 1
+    return f"{host} (node {node})" if shared else host or f"node {node}"
 
 
 def _number(value: float | None) -> str:

@@ -79,3 +79,7 @@ def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "&lt;img src=x onerror=alert(1)&gt;" in done.stdout  # a name is text, whatever is in it
     assert done.stdout.count('class="late"') == 2  # the sentence, and the rank's row
     assert 'class="bad"' in done.stdout  # the link that is lost
+    cells = re.findall(r"<td[^>]*>(?:<[^>]*>)*([^<]*)", done.stdout.partition("reconnections")[2])
+    assert cells[:2] == ["a", "b"]  # hosts have names here, too
+    assert "saved" not in text  # of columns without a figure there is none
+    assert "staleness" not in text

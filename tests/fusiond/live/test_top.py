@@ -50,6 +50,12 @@ def test_the_page_names_stragglers_and_silent_nodes() -> None:
     assert "lost" in text
 
 
+def test_nodes_of_one_host_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fusiond.live.looks.TOPOLOGY", Topology(("a", "a"), ((0, 1), (2,))))
+    text = drawn(document(0.0, {0: told((rank(0, 8),), (link(1),)), 1: told((rank(2, 8),), (link(0),))}))
+    assert "a (node 0) to a (node 1)" in text
+
+
 def test_the_first_page_has_no_rates_and_is_whole() -> None:
     text = drawn(document(0.0, {0: told((rank(0, 8), rank(1, 8)), (link(1),)), 1: told((rank(2, 8),), (link(0),))}))
     assert "steps/s" not in text.splitlines()[0]
