@@ -357,7 +357,10 @@ def test_the_page_in_a_browser(made: Made, tmp_path: Path) -> None:
         "hidden, %",
         "ms longer",
         "payload, MiB",
+        "ms of step ",
         "ms since the step began",
+        "seconds since the first record",
+        "memory, GiB",
         "a step, ms",
     ):
         assert axis in words

@@ -54,6 +54,14 @@ def cheap(text: str) -> CodecCosts:
     return CodecCosts(0.0075 if text.startswith("topk") else 0.5)
 
 
+def test_nodes_with_different_numbers_of_workers_are_named(tmp_path: Path) -> None:
+    truth = simulate(replace(BASE, nodes=2, ranks_per_node=2))
+    del truth.tapes[Role.WORKER, 3]
+    truth.write(tmp_path)
+    with pytest.raises(NotRecorded, match=r"different numbers of workers \(2 on host0, 1 on host1\)"):
+        understand(load([str(tmp_path)], str(tmp_path)))
+
+
 def test_a_program_is_what_was_done_between_what_was_submitted_and_waited_for(record: Record) -> None:
     found = record(replace(BASE, jitter=0.0))
     step = found.programs[0][2]

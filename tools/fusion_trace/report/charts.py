@@ -273,11 +273,10 @@ def path_chart(trace: JobTrace, segments: Sequence[Segment], begin: int, title: 
             }
         )
     axes = {
-        "xaxis": axis("ms since the step began"),
+        "xaxis": axis(f"ms of step {title}"),
         "yaxis": axis("", type="category", categoryorder="array", categoryarray=rows, autorange="reversed"),
     }
-    more = {"title": {"text": title, "font": {"size": 14}}, "margin": {"l": 70, "r": 20, "t": 90, "b": 50}}
-    return {"data": data, "layout": layout(250 + 30 * len(rows), barmode="overlay", **axes) | more}
+    return {"data": data, "layout": layout(190 + 30 * len(rows), barmode="overlay", **axes)}
 
 
 def usage_lines(trace: JobTrace, curves: Sequence[tuple[Usage, UsageCurve]], title: str, unit: float) -> Chart:

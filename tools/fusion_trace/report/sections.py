@@ -298,7 +298,7 @@ def _path(report: Report) -> Section:
             "`fusion-trace critical-path --steps A --beside B` shows any two steps beside each other.",
         ),
         charts=tuple(
-            charts.path_chart(trace, each.segments, each.step.begin, f"step {number}, {why}: {duration(each.ns)}")
+            charts.path_chart(trace, each.segments, each.step.begin, f"{number}, {why} ({duration(each.ns)})")
             for number, (each, why) in drawn.items()
         ),
         tables=(Table(table.title, table.columns, (*table.rows, sum_of), table.left),),

@@ -143,7 +143,8 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     nodes = sorted(set(trace.node_of.values()))
     sizes = Counter(trace.node_of.values())
     if len(set(sizes.values())) > 1:
-        raise NotRecorded(f"nodes have different numbers of workers ({dict(sizes)}), which the simulation has not")
+        told = ", ".join(f"{sizes[node]} on {trace.host_of(node)}" for node in nodes)
+        raise NotRecorded(f"nodes have different numbers of workers ({told}), which the simulation has not")
     every = operations(trace)
     found = [op for _, op in every.some(_handed_over_in(every, steps, numbers))]
     names = tuple(dict.fromkeys(op.key.name for op in found))
