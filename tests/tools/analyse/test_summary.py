@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from fusion_rt.tracing.format import Kind, Role
-from fusion_trace.analyse import summary
+from fusion_trace.analyse import stragglers, summary
 from fusion_trace.analyse.summary import Rank, alone
-from fusion_trace.read.job import load
+from fusion_trace.read.choice import StepRange
+from fusion_trace.read.job import JobTrace, load
+from fusion_trace.read.operations import operations
+from fusion_trace.report import figures
 from fusion_trace.report.summary_page import _rates, unhurt
 from tests.tools.synthetic import MS, Job, S, simulate
 
@@ -47,3 +53,21 @@ def test_a_first_step_that_took_long_is_told(tmp_path: Path) -> None:
     }
     assert not told["usual"]
     assert told["compiled"][0].startswith("the first step took 16.0 s on rank ")
+
+
+@pytest.mark.parametrize("find", [summary.find, figures.analyse])
+def test_stragglers_are_looked_for_before_columns_of_operations_take_memory(
+    find: Callable[[JobTrace], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(Job(nodes=1, ranks_per_node=2)).write(tmp_path)
+    trace = load([str(tmp_path)], "")
+    before = operations.cache_info().misses
+    made: list[int] = []
+
+    def looked(trace: JobTrace, chosen: StepRange) -> tuple[stragglers.Finding, ...]:
+        made.append(operations.cache_info().misses - before)
+        return ()
+
+    monkeypatch.setattr(stragglers, "find", looked)
+    find(trace)
+    assert made == [0]

@@ -82,6 +82,8 @@ class Summary:
 
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
+    # First, since it takes the most memory: columns of all operations, which stay, are not there yet.
+    slow = stragglers.find(trace, chosen)
     every = operations(trace)
     ended = tuple(endings.sentences(trace, endings.find(trace)))
     parts = partitions(trace, chosen)
@@ -108,7 +110,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         links=links,
         link_rate=sum(link.nbytes for link in links) / max(1e-9, (last - first) / 1e9),
         overlap=overview(parts) if parts else None,
-        stragglers=stragglers.find(trace, chosen),
+        stragglers=slow,
         records=sum(process.written for process in trace.processes),
         overwritten=sum(process.overwritten for process in trace.processes),
         odd=tuple(

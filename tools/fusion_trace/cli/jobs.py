@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 
 if TYPE_CHECKING:
     from fusion_trace.read.job import JobTrace
+
+_M_MMAP_THRESHOLD = -3  # a parameter of mallopt(3), as in glibc's malloc.h
+_LARGEST_ON_HEAP = 1 << 18  # bytes
 
 app = typer.Typer(
     help="Shows what a fusion_rt job does, or would do; without a command, the summary of the newest job.",
@@ -35,8 +39,21 @@ def load(what: list[str] | None, chosen: StepRange = EVERY_STEP) -> JobTrace:
     """Reads the trace that is meant; see `job.load`. Its problems begin with who died, and what cannot be known."""
     from fusion_trace.read import job
 
-    gc.set_threshold(1_000_000)  # millions of small objects without cycles: looking through them took half of the time
+    _expect_much()
     return _with_failures(job.load(what or [], Settings.from_env().trace_root(), chosen))
+
+
+def _expect_much() -> None:
+    """Prepares this process for a large job.
+
+    There are many objects without cycles, and looking through them took half of the time. Arrays that are not needed
+    any more go back to the kernel: malloc keeps those of up to 32 MiB once it has seen some, in a heap full of holes,
+    which was 37 MB of a report's 303.
+    """
+    gc.set_threshold(1_000_000)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)
 
 
 def _with_failures(trace: JobTrace) -> JobTrace:
@@ -54,7 +71,7 @@ def load_two(before: str, after: str, chosen: StepRange, chosen_after: StepRange
     """
     from fusion_trace.read import job
 
-    gc.set_threshold(1_000_000)  # as in `load`
+    _expect_much()
     root = Settings.from_env().trace_root()
     newest = [] if after else job.by_age(root)
     if not after and len(newest) < (1 if before else 2):

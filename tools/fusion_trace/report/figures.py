@@ -124,6 +124,7 @@ def analyse(
     Raises:
         ChoiceError: no step of `drawn` is among those that were chosen.
     """
+    at_a_glance = summary.find(trace, chosen)  # first: see there
     parts = partitions(trace, chosen)
     every = operations(trace)
     inside = steps_of_operations(every, parts) >= 0
@@ -136,7 +137,7 @@ def analyse(
     return Report(
         trace=trace,
         chosen=chosen,
-        summary=summary.find(trace, chosen),
+        summary=at_a_glance,
         ranks=_ranks(parts),
         columns=columns_of(parts),
         lengths=lengths_of(parts),
