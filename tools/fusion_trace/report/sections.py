@@ -316,7 +316,7 @@ def _usage(report: Report) -> Section:
     trace = report.trace
     about = [
         "Processors: how many were busy for a process, between the ends of two of a worker's steps, or of a daemon's "
-        "operations. Memory is what was resident, with the shared memory that workers and their daemon both have.",
+        "operations. Memory is resident memory, with the shared memory that workers and their daemon both have.",
     ]
     if len(trace.workers) > MOST_USED:
         about.append(f"Drawn are the first {MOST_USED} ranks, and the daemons of their nodes.")
