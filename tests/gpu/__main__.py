@@ -5,13 +5,19 @@
     python -m tests.gpu --list                   only what there is
     python -m tests.gpu --device cpu             those that need no GPU, to see that they run
 
-The exit status is 0 if all have passed, 1 if one has failed, and 3 if there is no GPU, so that nothing was tried. It
-needs no network: `pip install --no-index --find-links FOLDER '.[dev,cuda]' 'numba-cuda[cu12]'` before.
+The exit status is 0 if all have passed, 1 if one has failed or there was no time for it, and 3 if there is no GPU, so
+that nothing was tried. A case that fails or hangs does not stop the others; the file is written anew after each one, so
+that it has what was measured whatever ends this command. It needs no network, once there is a folder of wheels:
+
+    pip download -d WHEELS setuptools wheel '.[dev,cuda13]'    where there is a network; cuda12 for CUDA 12
+    pip install --no-index --no-build-isolation --find-links WHEELS setuptools wheel
+    pip install --no-index --no-build-isolation --find-links WHEELS -e '.[dev,cuda13]'
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tests.gpu.cases import CASES, ROOT
@@ -37,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     parser.add_argument("--list", action="store_true", help="only say what there is")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu.json", help="file of results (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of them (%(default)s)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
@@ -54,26 +62,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_GPU
     if options.device == "cpu":
         names = [name for name in names if CASES[name].anywhere]
-    results = {name: run(name, options.device) for name in names}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"device": options.device, "cases": results}, indent=1), encoding="utf-8")
+    deadline = time.monotonic() + 60 * options.minutes
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        results[name] = run(name, options.device, deadline - time.monotonic())
+        written = json.dumps({"device": options.device, "cases": results}, indent=1, default=str)
+        part = options.out.with_suffix(".part")
+        part.write_text(written, encoding="utf-8")
+        part.replace(options.out)
     failed = [name for name, result in results.items() if not result["passed"]]
     print(f"{len(results) - len(failed)} of {len(results)} passed; {options.out}")
     return 1 if failed else 0
 
 
-def run(name: str, device: str) -> dict[str, Any]:
-    """Runs a case in a process of its own, and prints a line; returns whether it passed, and what it measured."""
+def run(name: str, device: str, left: float = float("inf")) -> dict[str, Any]:
+    """Runs a case in a process of its own, and prints a line; returns whether it passed, and what it measured.
+
+    Args:
+        left: seconds that there are for it.
+    """
     case, began = CASES[name], time.perf_counter()
+    if left <= 0:
+        print(f"FAILED  {name:14}         there was no time left for it", flush=True)
+        return {"passed": False, "seconds": 0.0, "measured": "there was no time left for it"}
     command = [sys.executable, "-m", "tests.gpu", "--one", name, "--device", device]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         try:
-            said = process.communicate(timeout=case.seconds)[0]
+            said = process.communicate(timeout=min(case.seconds, left))[0]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            said = process.communicate()[0] + f"\nit has taken more than {case.seconds:g} s"
+            said = _ended(process) + f"\nit has taken more than {min(case.seconds, left):.0f} s"
+        except BaseException:
+            _ended(process)
+            raise
     answer = next((line for line in reversed(said.splitlines()) if line.startswith(_ANSWER)), None)
     passed = process.returncode == 0 and answer is not None
     result = {
@@ -84,6 +107,20 @@ def run(name: str, device: str) -> dict[str, Any]:
     shown = result["measured"] if passed else said.strip().splitlines()[-1] if said.strip() else "it said nothing"
     print(f"{'passed' if passed else 'FAILED'}  {name:14} {result['seconds']:6.1f} s  {shown}", flush=True)
     return result
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """Kills a case with all processes that it has started, and returns what it had said."""
+    family = psutil.Process(process.pid).children(recursive=True)  # some are in sessions of their own
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    try:
+        return process.communicate(timeout=10)[0] or ""
+    except subprocess.TimeoutExpired:
+        return ""
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 START = {"HOROVOD_START_TIMEOUT": "120"}
 SELECTS = {**START, "FUSION_GPU_SELECTION": "auto", "HOROVOD_FUSION_THRESHOLD": "16KiB"}
 TOPK = "topk(density=0.05, minimum=100)"
+NCCL_ON_ONE_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    "nothing else": {},
+}
 SIZES = (1, 2, 1023, 65_537, 1_000_003, 30_000_000)
 
 Measured = dict[str, Any]
@@ -179,6 +183,48 @@ def two_nodes(device: str) -> Measured:
     return _train((1, 1), START, device, "dense")
 
 
+def combined(device: str) -> Measured:
+    """Two ranks of one node, of one GPU if there is no other, combine gradients there by NCCL, if it takes them."""
+    kind = "nccl" if device == "cuda" else "gloo"
+    for name, variables in NCCL_ON_ONE_GPU.items():
+        environment = {**START, "FUSION_NODE_REDUCTION": kind, "HOROVOD_START_TIMEOUT": "20"}
+        with Job((2,), {**environment, **variables}) as job:
+            found = job.run(ranks.combined, device, kind, 20)
+            alone = job.run(ranks.train_alone, device, 20)[0]
+        off = max(float(np.abs(each - alone).max()) for each, _ in found)
+        assert off < 1e-4, f"{off} off, {name}"
+        if all(taken for _, taken in found):
+            return {"combined by": kind, "with": name, "off by": f"{off:.1e}"}
+    assert kind == "nccl", "gloo took no ranks"
+    return {"combined by": "daemon: NCCL takes no two ranks of a GPU in any of these ways"}
+
+
+def killed(device: str) -> Measured:
+    """A rank that is killed while another waits for it in NCCL is named to that one, and nothing is left on the GPU."""
+    kind = "nccl" if device == "cuda" else "gloo"
+    environment = {**START, "FUSION_NODE_REDUCTION": kind, "HOROVOD_START_TIMEOUT": "20"}
+    took = []
+    for dies in (0, 1):
+        with Job((2,), {**environment, **next(iter(NCCL_ON_ONE_GPU.values()))}) as job:
+            began = time.perf_counter()
+            job.start(ranks.die, device, dies)
+            job.workers[dies].wait(60)
+            (told,) = [answer for answer in job.results(ranks=[1 - dies]) if isinstance(answer, str)]
+            assert f"rank {dies}" in told, told
+            took.append(round(time.perf_counter() - began, 1))
+    return {"s": took}
+
+
+def distributed(device: str) -> Measured:
+    """torch.distributed by the backend fusion: collectives of CUDA tensors, and FSDP2 with two ranks, of one GPU."""
+    with tempfile.TemporaryDirectory() as folder, Job((2,), START) as job:
+        found = job.run(ranks.distributed, device, f"{folder}/store")
+        alone = job.run(ranks.train_alone, device, 10)[0]
+    off = max(float(np.abs(each - alone).max()) for each in found)
+    assert off < 1e-4, f"{off} off"
+    return {"FSDP2 off by": f"{off:.1e}"}
+
+
 def _train(nodes: tuple[int, ...], environment: Mapping[str, str], device: str, compression: str) -> Measured:
     with Job(nodes, environment) as job:
         found = job.run(ranks.train, device, compression, 20)
@@ -283,8 +329,17 @@ def topk(device: str) -> Measured:
 
             ours, queueing = _timed(select, finish)
             theirs = _timed(lambda g=gradient, k=k: torch.topk(g.abs(), k, sorted=False))[0]  # type: ignore[misc]
+            halves, wide = gradient.bfloat16(), torch.empty_like(gradient)
+
+            def select_halves(select: Any = select, wide: torch.Tensor = wide, halves: torch.Tensor = halves) -> None:
+                wide.copy_(halves)  # as buckets are filled
+                select(gradient=wide)
+
+            row = {
+                "us": ours, "queueing, us": queueing, "bfloat16, us": _timed(select_halves, finish)[0],
+                "/ bytes": ours / copied, "torch.topk / this": theirs / ours,
+            }  # fmt: skip
             selector.close()
-            row = {"us": ours, "queueing, us": queueing, "/ bytes": ours / copied, "torch.topk / this": theirs / ours}
             found[f"{n / 1e6:g} M, {density:.1%}"] = {name: round(value, 1) for name, value in row.items()}
     first = next(iter(found.values()))
     assert first["/ bytes"] <= 2, found
@@ -317,9 +372,12 @@ CASES = {
     "one node": Case(one_node, 60, anywhere=True),
     "two nodes": Case(two_nodes, 60, anywhere=True),
     "selection": Case(selection, 120, anywhere=True),
+    "topk": Case(topk, 60),
     "memory": Case(memory, 60),
     "nccl": Case(nccl, 90),
+    "combined": Case(combined, 90, anywhere=True),
+    "killed": Case(killed, 90, anywhere=True),
     "overlap": Case(overlap, 60),
+    "distributed": Case(distributed, 90, anywhere=True),
     "char-GPT": Case(char_gpt, 180, anywhere=True),
-    "topk": Case(topk, 60),
 }

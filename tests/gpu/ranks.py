@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_rt.torch as hvd
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.torch.node import groups
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +60,88 @@ def step_of(model: torch.nn.Sequential, ranks: Iterable[int], step: int) -> torc
 
 def parameters(model: torch.nn.Module) -> Array:
     return np.concatenate([each.detach().float().cpu().numpy().ravel() for each in model.parameters()])
+
+
+def on_devices_of_their_own() -> None:
+    """Has ranks that share a GPU combine gradients there, as if each had one; NCCL has to be told, too."""
+    groups.Nccl.device_of = lambda self, tensors: f"rank {hvd.rank()}"  # type: ignore[method-assign]
+
+
+def combined(device: str, kind: str, steps: int) -> tuple[Array, bool]:
+    """Trains with gradients that NCCL, or gloo on CPUs, combines within the node; returns the parameters, and whether
+    it did."""
+    if kind == "nccl":
+        on_devices_of_their_own()
+    model = make(place(device))
+    optimizer = optimizer_of(model, "dense")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it did not is what is returned
+        for step in range(steps):
+            optimizer.zero_grad()
+            step_of(model, [hvd.rank()], step)
+            optimizer.step()
+    node = optimizer._sync.plan.node
+    return parameters(model), node is not None and bool(node.reduces)
+
+
+def die(device: str, dies: int) -> str:
+    """One rank is killed in the midst of a step; returns what the other is told, and how long the GPU took to end."""
+    on_devices_of_their_own()
+    where = place(device)
+    parameters = [torch.nn.Parameter(torch.zeros(5000, device=where)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+
+    def step() -> None:
+        torch.stack([parameter.sum() for parameter in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    if hvd.rank() == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        step()
+    except HorovodInternalError as error:
+        if device == "cuda":
+            torch.cuda.synchronize()  # nothing waits on the device any more
+        return str(error)
+    raise AssertionError("the step ended without the rank that was killed")
+
+
+def distributed(device: str, store: str) -> Array:
+    """Runs collectives of torch.distributed and steps of FSDP2 by the backend fusion; returns the parameters."""
+    where = place(device)
+    rank, size = hvd.rank(), hvd.size()
+    dist.init_process_group("fusion", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        for n in (5, 1 << 20):
+            own = torch.arange(n, device=where).float()
+            summed = own * (rank + 1)
+            work = dist.all_reduce(summed, async_op=True)
+            assert work is not None
+            work.wait()
+            assert torch.equal(summed, own * size * (size + 1) / 2), n
+            gathered = torch.zeros(size * n, device=where)
+            dist.all_gather_into_tensor(gathered, own + rank)
+            assert torch.equal(gathered, torch.cat([own + other for other in range(size)])), n
+            part = torch.zeros(n, device=where)
+            dist.reduce_scatter_tensor(part, gathered)
+            assert torch.equal(part, size * (own + rank)), n
+            dist.broadcast(part, 0)
+            assert torch.equal(part, size * own), n
+        model = make(where)
+        mesh = init_device_mesh(where.type, (size,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(10):
+            optimizer.zero_grad()
+            step_of(model, [rank], step)
+            optimizer.step()
+        whole = [cast(DTensor, each).full_tensor().detach().cpu().numpy().ravel() for each in model.parameters()]
+        return np.concatenate(whole)
+    finally:
+        dist.destroy_process_group()
 
 
 def train(device: str, compression: str, steps: int, dtype: str = "float32") -> Array:
