@@ -90,6 +90,9 @@ class Runtime:
             RuntimeError: a device has failed, and nothing else is why; the others are told.
         """
         _unhook()
+        if error:  # a device may wait for ranks of this node that wait for no device any more
+            for reduction in list(self.in_node):
+                reduction.give_up(f"rank {self.rank} has left the job: {error.strip().splitlines()[-1]}")
         failed: RuntimeError | None = None
         try:
             device.layer.wait()

@@ -53,3 +53,31 @@ def test_a_failure_without_another_cause_is_told_and_raised(here: Runtime, told:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         here.close()
     assert told == [f"RuntimeError: {FAILURE}"]
+
+
+class Hangs(device.Copying):
+    """Copies behind a reduction in the node, which waits for a rank that has died."""
+
+    given_up = ""
+
+    def done(self) -> bool:
+        return bool(self.given_up)
+
+    def wait(self) -> None:
+        assert self.given_up, "this waits for ever"
+
+    def give_up(self, why: str) -> None:
+        self.given_up = why
+
+    def leave(self) -> None:
+        return
+
+
+def test_who_leaves_with_an_error_gives_up_what_its_device_may_wait_for(here: Runtime, told: list[str]) -> None:
+    device.layer = device.Layer()
+    hangs = Hangs()
+    device.layer.keep(hangs)
+    here.in_node.add(hangs)
+    here.close("Traceback:\nIndexError: token 50257")
+    assert hangs.given_up == "rank 0 has left the job: IndexError: token 50257"
+    assert told == ["Traceback:\nIndexError: token 50257"]
