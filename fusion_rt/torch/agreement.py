@@ -36,17 +36,18 @@ def stand_in(here: Runtime) -> None:
             standing.append(sync)
             for bucket in sync.plan.buckets:
                 if bucket.rows is None and not bucket.sent:
-                    bucket.send_nothing()
-                    sync.copying.append(bucket)
+                    with sync.poster.alone:
+                        bucket.send_nothing()
+                    sync.poster.add(bucket)
     gathering = []
     while standing:
         for sync in list(standing):
-            while sync.copying and sync.copying[0].post(wait=False):
-                sync.copying.popleft()
+            if sync.poster.failure is not None:
+                raise sync.poster.failure
             if sync.plan.node is not None:
                 sync.plan.node.watch()
             buckets = [bucket for bucket in sync.plan.buckets if bucket.rows is None]
-            if not sync.copying and all(bucket.has_answer() for bucket in buckets):
+            if not sync.poster and all(bucket.has_answer() for bucket in buckets):
                 for bucket in buckets:
                     bucket.abandon()
                 sync.gather(buckets)

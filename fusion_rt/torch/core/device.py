@@ -11,6 +11,7 @@ All of it is in one object, `layer`, which a test replaces on machines without a
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +29,8 @@ class Copying:
 
     Args:
         events: one on each stream, after the last copy there.
-        tensors: kept alive until the copies have been made.
+        tensors: kept alive until the copies have been made: what another stream than that of its memory reads or
+            writes, and the host's memory. What is copied to on the current stream is not: whoever frees it orders that.
 
     Attributes:
         events: as above.
@@ -46,6 +48,13 @@ class Copying:
         """Returns when they have been made."""
         for event in self.events:
             event.synchronize()
+
+    def linger(self, seconds: float) -> None:
+        """Waits until they may have been made, or for a while. Any thread may call it: it changes nothing."""
+        if self.events:
+            self.wait()
+        else:
+            time.sleep(seconds)
 
     def precede(self) -> None:
         """Has what is queued on the current streams from now on come after them."""
@@ -124,14 +133,14 @@ class Layer:
             with self._keeping:
                 self._under_way.append(copying)
 
-    def mark(self, *tensors: torch.Tensor) -> Copying:
-        """Returns what has been done when the current streams of these tensors' devices have come as far as now."""
-        events = []
-        for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-            if device.type == "cuda":
-                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-                events[-1].record(torch.cuda.current_stream(device))
-        return Copying(events)
+    def mark(self, *tensors: torch.Tensor, using: Sequence[torch.Tensor] = ()) -> Copying:
+        """Returns what has been done when the current streams of these tensors' devices have come as far as now.
+
+        Args:
+            using: tensors that this work uses, to be kept alive until then.
+        """
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        return Copying([_event_on(torch.cuda.current_stream(device)) for device in devices], using)
 
     @contextmanager
     def after(self, before: Copying, streams: dict[torch.device, torch.cuda.Stream] | None = None) -> Iterator[None]:
@@ -167,6 +176,7 @@ class Layer:
     def start(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Copying:
         """Does what `copy` does, but leaves it to the caller to keep the tensors."""
         streams: dict[torch.device, torch.cuda.Stream] = {}
+        used: list[torch.Tensor] = []
         for destination, tensor in zip(to, source, strict=True):
             device = destination.device if tensor.is_cpu else tensor.device
             if device.type != "cuda":
@@ -174,17 +184,15 @@ class Layer:
             elif tensor.is_cpu:
                 streams.setdefault(device, torch.cuda.current_stream(device))
                 destination.copy_(tensor, non_blocking=True)
+                used.append(tensor)
             else:
                 stream = streams.get(device)
                 if stream is None:
                     stream = streams[device] = self._beside(device)
                 with torch.cuda.stream(stream):
                     destination.copy_(tensor, non_blocking=True)
-        events = []
-        for stream in streams.values():
-            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            events[-1].record(stream)
-        return Copying(events, [*to, *source])
+                used += destination, tensor
+        return Copying([_event_on(stream) for stream in streams.values()], used)
 
     def stream_of(self, tensor: torch.Tensor) -> torch.cuda.Stream | None:
         """Returns the stream on which work on a tensor's device is queued now; None for one of the host."""
@@ -226,6 +234,13 @@ class Layer:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream
+
+
+def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Returns an event after what a stream has now. Who waits for it sleeps, where CUDA would have it spin."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 layer = Layer()

@@ -54,10 +54,10 @@ def stage(flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor,
     Args:
         views: of its tensors, in `flat`.
         like: on the device of its gradients.
-        ranks: how many combine it.
+        ranks: how many combine it; 1: it is only put together.
         way: in which.
     """
-    half = flat.dtype in (torch.float16, torch.bfloat16)
+    half = ranks > 1 and flat.dtype in (torch.float16, torch.bfloat16)
     exact = like.new_empty(0, dtype=torch.float32 if half else flat.dtype)
     length = -(-flat.numel() // ranks)  # of a part
     elements = length * ranks if way.parts else flat.numel()
@@ -75,6 +75,42 @@ def stage(flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor,
     elif way.gathers:
         gaps = _gaps(values, [(offset, view.numel()) for view, offset in zip(views, offsets, strict=True)])
     return Staging(values, places(values), part, result, result_part, places(result), gaps)
+
+
+class Packed:
+    """A bucket's elements together on their device, where no rank of the node combines them: one copy brings them to
+    the arena, and one the result back, in place of one a tensor.
+
+    Args:
+        flat: the bucket's place in the arena (1-D).
+        views: of its tensors, in `flat`.
+        like: on the device of its gradients.
+    """
+
+    def __init__(self, flat: torch.Tensor, views: Sequence[torch.Tensor | None], like: torch.Tensor) -> None:
+        self._flat = flat
+        given = [view for view in views if view is not None]
+        self._staging = stage(flat, given, like, 1, NodeWay(parts=False, gathers=True))
+
+    def places(self) -> list[torch.Tensor]:
+        """Returns where gradients go, in their shapes; between them are zeros."""
+        if self._staging.gaps:
+            torch._foreach_zero_(self._staging.gaps)
+        return self._staging.places
+
+    def to_arena(self) -> device.Copying:
+        """Starts to copy what is there to the arena."""
+        return device.layer.copy([self._flat], [self._staging.values])
+
+    def from_arena(self) -> list[torch.Tensor]:
+        """Has the result come, on the current stream. Returns the places, where it is then."""
+        device.layer.copy([self._staging.values], [self._flat])
+        return self._staging.places
+
+
+def are_together(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tells whether all are on one device, which has memory of its own."""
+    return len({tensor.device for tensor in tensors}) == 1 and not any(map(device.layer.is_host, tensors))
 
 
 def _gaps(whole: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.node.reduction import Combining, Gathering, NodeReduction
+from fusion_rt.torch.node.staging import Packed, are_together
 from fusion_rt.torch.sync.selections import BucketSelector
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.strategies import Applied, Posted
@@ -136,6 +137,8 @@ class Bucket:
         self._identity = identity
         self._label = f"bucket {identity[2]}"
         self._on_device = not all(device.layer.is_host(slot.parameter) for slot in slots)
+        self._packs = self._on_device and len(slots) > 1 and rows is None and carriage.compressor is None
+        self._packed: Packed | None = None  # gradients, and results, together on their device
         self._share = wire.OWN
         self._operation: Operation | None = None
         self._landed: device.Copying | None = None  # the last results, on their way to a device
@@ -152,8 +155,8 @@ class Bucket:
 
     def fill(self) -> None:
         """Records that the last gradient of this step has come."""
-        _, plan, index = self._identity
         if self.rows is None:
+            _, plan, index = self._identity
             self._trace.record(_FULL, self._label, 0, self._channel.clocks.next(-plan, index), plan)
 
     # --- to the daemon ------------------------------------------------------------------------------------------------
@@ -173,6 +176,8 @@ class Bucket:
             self._send_in_node(self.node, gradients=True)
         elif self.selection is not None and self.selection.here:
             self._select(self.selection)
+        elif self._packs and are_together([slot.parameter for slot in self.slots]):
+            self._pack()
         else:
             self._fill_arena()
         self.sent = True
@@ -185,6 +190,15 @@ class Bucket:
         device.layer.follow([slot.stream for slot in self.slots if slot.stream is not None])
         for slot in self.slots:
             slot.stream = None
+
+    def _pack(self) -> None:
+        """Puts gradients together on their device, from where one copy brings them to the arena."""
+        self._share = wire.OWN
+        if self._packed is None:
+            assert self.flat is not None
+            self._packed = Packed(self.flat, [slot.view for slot in self.slots], self.slots[0].parameter)
+        self._stage(self._packed.places())
+        self.copying = self._packed.to_arena()
 
     def _fill_arena(self) -> None:
         self._share = wire.OWN
@@ -224,7 +238,8 @@ class Bucket:
         value, view = self.outgoing(slot), slot.view
         assert view is not None
         if value is None:
-            self._await_landed()
+            if self._landed is not None:  # the last results may not have been copied from there yet
+                self._landed.wait()
             view.zero_()
         elif value is view:
             return
@@ -257,11 +272,6 @@ class Bucket:
             place, value = self.owed.pop()
             place.add_(value)
         self.announce()
-
-    def _await_landed(self) -> None:
-        """Waits until the last results have been copied from the arena, which this process or the daemon writes to."""
-        if self._landed is not None:
-            self._landed.wait()
 
     def announce(self) -> None:
         """Sends the message that says what this worker contributes."""
@@ -305,6 +315,8 @@ class Bucket:
     def send_nothing(self) -> None:
         """Takes part in a reduction in the node without changing its result."""
         assert self.node is not None
+        if self._on_device:
+            self._follow_gradients()
         self._send_in_node(self.node, gradients=False)
         self.sent = True
 
@@ -329,8 +341,7 @@ class Bucket:
         self._share = node.share()
 
     def _follow(self, values: torch.Tensor) -> device.Copying:
-        """Starts to copy what this rank has of the node's contribution (1-D, on its device) to the arena, or to select
-        from it."""
+        """Starts to copy what this rank has of the node's sum (1-D) to the arena, or to select from it."""
         assert self.flat is not None
         assert self.node is not None
         if self.selection is not None and self.selection.here:
@@ -363,8 +374,8 @@ class Bucket:
             values[start : start + place.numel()].add_(value.to(values.device))
 
     def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        _, plan, index = self._identity
-        clock = self._channel.clocks.next(-plan, index)
+        plan = self._identity[1]
+        clock = self._channel.clocks.next(-plan, self._identity[2])
         self._trace.record(_COPY_BEGIN, self._label, 0, clock, plan)
         torch._foreach_copy_(places, values)
         self._trace.record(_COPY_END, self._label, 0, clock, plan)
@@ -397,7 +408,7 @@ class Bucket:
         `HorovodInternalError`."""
         gathering, self._gathering = self._gathering, None
         if gathering is None:
-            return []
+            return [] if self._packed is None or self._share != wire.OWN else self._packed.from_arena()
         staging = gathering.wait()
         if self._on_device:
             return staging.result_places
@@ -450,7 +461,7 @@ class Bucket:
             self.carriage.applied.take(slots, landings, added)
 
     def _landing(self, slot: Slot) -> torch.Tensor:
-        """Returns the tensor to which results in a slot's view are copied first; the view itself if none is needed."""
+        """Returns the tensor to which results in a slot's view are copied first; the view if none is needed."""
         assert slot.view is not None
         if self.carriage.compressor is not None:
             return torch.empty_like(slot.view, device=slot.parameter.device)

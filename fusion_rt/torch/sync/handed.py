@@ -124,7 +124,7 @@ class HandedOver(When):
             steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
             if slot.bucket is not None:
                 slot.bucket.missing -= 1
-                if not slot.bucket.missing or sync.copying:
+                if not slot.bucket.missing:
                     sync.advance(slot.bucket)
 
     def end(self) -> None:
@@ -151,7 +151,7 @@ class HandedOver(When):
             sync.make_plan()
         try:
             self.give(values)
-            sync.post()
+            sync.poster.finish()
             sync.receive(buckets=list(dict.fromkeys(slot.bucket for slot, _ in values)))
         except HorovodInternalError:
             sync.await_sent()

@@ -107,7 +107,7 @@ class InBackward(When):
             sync.arrivals.append(slot)
             return
         bucket.missing -= 1
-        if not bucket.missing or sync.copying:
+        if not bucket.missing:
             sync.advance(bucket)
 
     def _backward_begins(self) -> None:
@@ -215,7 +215,7 @@ class InBackward(When):
         try:
             if not sync.plan.made:
                 sync.make_plan()
-            sync.post()
+            sync.poster.finish()
             for bucket in sync.plan.buckets:
                 if not bucket.sent:
                     bucket.give_up(why)
@@ -306,7 +306,7 @@ class InBackward(When):
         with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
             if self._pass_failed:
                 self._give_up()
-            self.sync.post()
+            self.sync.poster.finish()
         self.sync.await_sent()
         self.sync.end_step()
 

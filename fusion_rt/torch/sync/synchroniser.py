@@ -12,7 +12,6 @@ import itertools
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
+from fusion_rt.torch.core.posting import Poster
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.ops.digests import Digests
@@ -73,7 +73,7 @@ class Synchroniser:
     Attributes:
         idle: no gradient has arrived since the last exchange.
         arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
-        copying: buckets whose gradients are on their way from a device to the arena.
+        poster: submits buckets whose gradients are on their way from a device to the arena.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
         failure: why nothing more can be sent in this step, as far as nobody has been told; that is for `submit`, since
             gradients arrive in the midst of a backward pass, which is to be completed.
@@ -95,7 +95,7 @@ class Synchroniser:
         self.idle = True
         self.released = False
         self.arrivals: list[Slot] = []
-        self.copying: deque[Bucket] = deque()
+        self.poster = Poster()
         self.lost = ""
         self.failure: HorovodInternalError | None = None
         self.selections = Selections(options.compressor, settings.gpu_selection == "auto")
@@ -156,20 +156,17 @@ class Synchroniser:
         self.when.stepped = False
 
     def advance(self, bucket: Bucket) -> None:
-        """Sends the bucket if it is complete, and what was on its way from a device, in the midst of a backward pass,
-        which is not to be cut short: `submit` raises what fails here."""
+        """Sends a bucket that is complete, in the midst of a backward pass, which is not to be cut short: `submit`
+        raises what fails here."""
         if self.failure is not None:
             return
         try:
-            if not bucket.missing:
-                bucket.fill()
-                if self.when.eager:
-                    for full in self._full(bucket):
-                        if full is not self.when.closing:
-                            full.flush = _WHEN_FULL
-                            self._send(full)
-            while self.copying and self.copying[0].post(wait=False):
-                self.copying.popleft()
+            bucket.fill()
+            if self.when.eager:
+                for full in self._full(bucket):
+                    if full is not self.when.closing:
+                        full.flush = _WHEN_FULL
+                        self._send(full)
         except HorovodInternalError as error:
             if self.plan.made:  # else this rank has survived a loss meanwhile, and sends all by another plan
                 self.failure = error
@@ -194,10 +191,10 @@ class Synchroniser:
                 if values:
                     self._send(bucket)
                 else:
-                    bucket.announce()
+                    with self.poster.alone:
+                        bucket.announce()
                     bucket.sent = True
-            if self.copying:
-                self.post()
+            self.poster.finish()
         except BaseException:
             self.end_step()
             raise
@@ -237,11 +234,6 @@ class Synchroniser:
         for bucket in self.plan.buckets:
             bucket.await_result()
 
-    def post(self) -> None:
-        """Waits for the copies from devices, and submits their buckets."""
-        while self.copying:
-            self.copying.popleft().post(wait=True)
-
     def await_sent(self) -> None:
         """Waits until all exchanges that were sent have ended, well or not."""
         for bucket in self.plan.buckets:
@@ -251,9 +243,9 @@ class Synchroniser:
 
     def end_step(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Ends a step (of these buckets), well or not, and resets the state for the next one."""
+        self.poster.clear()
         for bucket in self.plan.buckets if buckets is None else buckets:
             bucket.rewind()
-        self.copying.clear()
         self.arrivals.clear()
         self.failure = None
         self.when.ended()
@@ -329,9 +321,10 @@ class Synchroniser:
         if self.replanning is not None:
             self.replanning.sent()
         self.when.sending(bucket)
-        bucket.send()
-        if bucket.copying is not None and not bucket.post(wait=False):
-            self.copying.append(bucket)
+        with self.poster.alone:
+            bucket.send()
+            if bucket.copying is not None and not bucket.post(wait=False):
+                self.poster.add(bucket)
 
     def _full(self, bucket: Bucket) -> Iterable[Bucket]:
         """Returns the buckets to send now that this one is full; those combined in the node in the plan's order."""
@@ -401,6 +394,7 @@ class Synchroniser:
         self.when.plan_given_up(anew)
         for slot in self.slots:
             slot.displace()
+        self.poster.clear()
         self.plan.give_up(here)
         if anew:
             self.steps.trace = here.trace

@@ -43,12 +43,14 @@ class FakeStream:
         self.index = self.gpus.index_of(device)
         self.device = torch.device("cuda", self.index)
         self.queue: deque[Callable[[], object] | Marker] = deque()  # a marker of another stream: waits for it
+        self.cuda_stream = self
         self.gpus.streams.append(self)
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.gpus.tick()
-        if event.marker is not None and event.marker.stream is not self:
-            self.queue.append(event.marker)
+        with self.gpus.lock:
+            self.gpus.tick()
+            if event.marker is not None and event.marker.stream is not self:
+                self.queue.append(event.marker)
 
     def wait_stream(self, stream: FakeStream) -> None:
         self.wait_event(stream.record_event())
@@ -93,9 +95,10 @@ class FakeEvent:
 
     def record(self, stream: FakeStream | None = None) -> None:
         gpus = FakeStream.gpus
-        gpus.tick()
         stream = stream or gpus.current_stream()
-        self.marker, self.device = stream.mark(), stream.device
+        with gpus.lock:
+            gpus.tick()
+            self.marker, self.device = stream.mark(), stream.device
 
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or FakeStream.gpus.current_stream()).wait_event(self)
@@ -107,6 +110,31 @@ class FakeEvent:
     def synchronize(self) -> None:
         if self.marker is not None:
             FakeStream.gpus.run_until(self.marker)
+
+
+class FakeGraph:
+    """Stands for `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        works, transfers: queued, and announced, by each replay.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Callable[[], object]] = []
+        self.transfers: list[Transfer] = []
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        FakeStream.gpus.captured = self
+
+    def capture_end(self) -> None:
+        FakeStream.gpus.captured = None
+
+    def replay(self) -> None:
+        gpus = FakeStream.gpus
+        gpus.graphs += 1
+        gpus.transfers.extend(self.transfers)
+        for work in self.works:
+            gpus.queue(work)
 
 
 class _Current(threading.local):
@@ -129,8 +157,11 @@ class Gpus:
         calls: calls that registered or unregistered memory: name, address, the device that was current.
         code: the answer to those that register; 0: it was done.
         transfers: copies that are queued.
+        copied: how many copies between host and device there have been.
         allocated: bytes of the devices' memory that tensors have.
         faults: sentences about what CUDA forbids, and was done.
+        captured: takes what is queued, in the place of a stream.
+        graphs: how many have been replayed.
     """
 
     def __init__(self, seed: int, count: int = 1) -> None:
@@ -140,8 +171,11 @@ class Gpus:
         self.calls: list[tuple[str, int, int]] = []
         self.code = 0
         self.transfers: list[Transfer] = []
-        self.allocated = 0
+        self.copied = self.allocated = 0
         self.faults: list[str] = []
+        self.captured: FakeGraph | None = None
+        self.graphs = 0
+        self.lock = threading.RLock()  # held by the thread that queues something, or has something run
         self._choose = random.Random(seed)
         self._haste = self._choose.choice((0.0, 0.0, 0.2, 0.8))  # how often something runs that nobody waits for
         FakeStream.gpus = self
@@ -187,31 +221,42 @@ class Gpus:
 
     def queue(self, work: Callable[[], object]) -> None:
         """Queues work on the current stream."""
-        self.tick()
-        self.current_stream().queue.append(work)
+        if self.captured is not None:
+            self.captured.works.append(work)
+            return
+        with self.lock:
+            self.tick()
+            self.current_stream().queue.append(work)
+
+    def announce(self, transfer: Transfer) -> None:
+        """Notes a copy that is about to be queued."""
+        (self.transfers if self.captured is None else self.captured.transfers).append(transfer)
 
     def tick(self, asked: bool = False) -> None:
         """Lets time go by. `asked`: somebody may ask again and again, so something has to happen then and now."""
-        asked = asked and self._choose.random() < 0.5
-        while asked or self._choose.random() < self._haste:
-            asked = False
-            if not self._step(self.streams):
-                return
+        with self.lock:
+            asked = asked and self._choose.random() < 0.5
+            while asked or self._choose.random() < self._haste:
+                asked = False
+                if not self._step(self.streams):
+                    return
 
     def run_until(self, marker: Marker) -> None:
         """Runs what it takes to reach a marker, and little else."""
-        self.tick()
-        while not marker.reached:
-            needed = marker.stream
-            while needed.is_blocked:
-                assert needed.queue, "a stream waits for what has never been queued"
-                needed = needed.queue[0].stream  # type: ignore[union-attr]
-            needed.step()
+        with self.lock:
+            self.tick()
+            while not marker.reached:
+                needed = marker.stream
+                while needed.is_blocked:
+                    assert needed.queue, "a stream waits for what has never been queued"
+                    needed = needed.queue[0].stream  # type: ignore[union-attr]
+                needed.step()
 
     def finish(self) -> None:
         """Runs all that is queued."""
-        while self._step(self.streams):
-            pass
+        with self.lock:
+            while self._step(self.streams):
+                pass
 
     def _step(self, streams: list[FakeStream]) -> bool:
         able = [stream for stream in streams if not stream.is_blocked]

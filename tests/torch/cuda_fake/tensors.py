@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion_rt.torch.core import device, runtime
-from tests.torch.cuda_fake.streams import FakeEvent, FakeStream, Gpus, Transfer
+from tests.torch.cuda_fake.streams import FakeEvent, FakeGraph, FakeStream, Gpus, Transfer
 
 POISON = 77  # what memory has that nobody has written to, or that belongs to somebody else
 _aten = torch.ops.aten
@@ -122,12 +122,13 @@ def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         gpus.queue(partial(inner.copy_, values))
         return
     (host,) = hosts
+    gpus.copied += 1
     where = next(tensor for tensor in (to, source) if isinstance(tensor, CudaTensor)).block.index
     asynchronous = non_blocking and bool(host.numel()) and gpus.is_registered(host.data_ptr(), host.nbytes)
     with gpus.device(where):
         if asynchronous:
             transfer = Transfer(host.data_ptr(), host.nbytes)
-            gpus.transfers.append(transfer)
+            gpus.announce(transfer)
             pair = (inner, _raw(values)) if host is source else (_raw(inner), values)
             gpus.queue(partial(_transfer, gpus, transfer, *pair))
         elif host is source:
@@ -218,7 +219,7 @@ def fake_cuda(seed: int, count: int = 1) -> Iterator[Gpus]:
     nothing that CUDA forbids may have been done."""
     gpus = Gpus(seed, count)
     calls: dict[str, Any] = {
-        "Stream": FakeStream, "Event": FakeEvent, "stream": gpus.stream, "device": gpus.device,
+        "Stream": FakeStream, "Event": FakeEvent, "CUDAGraph": FakeGraph, "stream": gpus.stream, "device": gpus.device,
         "current_stream": gpus.current_stream, "current_device": gpus.current_device, "is_available": lambda: True,
         "cudart": lambda: gpus, "_lazy_init": lambda: None, "get_device_capability": lambda _: (9, 0),
     }  # fmt: skip

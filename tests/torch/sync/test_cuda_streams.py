@@ -6,6 +6,7 @@ The worker's own code runs, with a real daemon. Gradients are small whole number
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt.torch.core.runtime import runtime
 from tests.harness import Job, on_ranks
 from tests.torch.cuda_fake.streams import FakeStream
 from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
@@ -118,6 +120,29 @@ def test_gradients_that_are_computed_on_several_streams() -> None:
                 assert torch.equal(value_of(parameter), trained(number, range(4), len(parameter))), (seed, number)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@on_ranks
+def test_gradients_of_a_bucket_are_copied_together_in_both_directions(dtype: torch.dtype) -> None:
+    """Also where one of them is missing, and where there is something between them."""
+    lengths = (50, 7, 9, 30)
+    for seed in SCHEDULES:
+        with fake_cuda(seed) as gpus:
+            parameters = [torch.nn.Parameter(on_gpu(torch.zeros(n, dtype=dtype))) for n in lengths]
+            optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=bool(seed % 2))
+                given = [on_gpu(gradient(n, step, hvd.rank(), length).to(dtype)) for n, length in enumerate(lengths)]
+                losses = [(p * g).sum() for p, g in zip(parameters, given, strict=True)]
+                before = gpus.copied
+                torch.autograd.backward(losses[1:] if step == 2 else losses)
+                optimizer.step()
+                assert gpus.copied - before <= 2 * len(optimizer._sync.plan.buckets) < 2 * len(lengths), (seed, step)
+            for number, parameter in enumerate(parameters):
+                steps = [step for step in range(4) if number or step != 2]
+                expected = -sum((mean(number, step, lengths[number]) for step in steps), torch.zeros(lengths[number]))
+                assert torch.equal(value_of(parameter).float(), expected), (seed, number)
+
+
 @on_ranks
 def test_memory_is_flat_where_each_step_has_new_gradients() -> None:
     for seed in SCHEDULES[:4]:
@@ -132,6 +157,63 @@ def test_memory_is_flat_where_each_step_has_new_gradients() -> None:
                 gc.collect()
                 held.append(gpus.allocated)
             assert max(held[6:]) <= max(held[2:6]), held
+
+
+@on_ranks
+def test_gradients_that_are_forgotten_are_freed_while_their_results_may_still_come() -> None:
+    """The forward pass has their memory, as with torch alone: results are copied on the stream that frees them."""
+    for seed in SCHEDULES:
+        with fake_cuda(seed) as gpus:
+            parameters, optimizer = make()
+            for step in range(3):
+                backward(parameters, step)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                gc.collect()
+                assert gpus.allocated == 4 * sum(LENGTHS), seed
+            for number, parameter in enumerate(parameters):
+                assert torch.equal(value_of(parameter), trained(number, range(3), len(parameter))), seed
+
+
+class Waits(torch.autograd.Function):
+    """The script waits in the midst of the backward pass, as long as it takes until something is submitted."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, submitted: threading.Event) -> torch.Tensor:
+        ctx.submitted = submitted
+        return values * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        assert ctx.submitted.wait(60), "nothing was submitted while the script waited"
+        return gradients[0], None
+
+
+@on_ranks
+def test_what_has_been_copied_is_submitted_while_the_script_waits_in_the_backward_pass() -> None:
+    channel = runtime().client.channel
+    ready, submitted = channel.ready, threading.Event()
+
+    def spy(*arguments: Any) -> Any:
+        operation = ready(*arguments)
+        submitted.set()
+        return operation
+
+    for seed in SCHEDULES:
+        with fake_cuda(seed), pytest.MonkeyPatch.context() as patch:
+            parameters, optimizer = make()
+            for step in range(4):
+                optimizer.zero_grad()
+                if step == 1:
+                    patch.setattr(channel, "ready", spy)
+                submitted.clear()
+                first, last = (on_gpu(gradient(n, step, hvd.rank(), n_of)) for n, n_of in enumerate(LENGTHS))
+                waits = parameters[0] if step == 0 else cast(Any, Waits).apply(parameters[0], submitted)
+                losses = [(waits * first).sum(), (parameters[1] * last).sum()]
+                torch.autograd.backward(losses)
+                optimizer.step()
+            for number, parameter in enumerate(parameters):
+                assert torch.equal(value_of(parameter), trained(number, range(4), len(parameter))), seed
 
 
 @pytest.mark.parametrize("way", ["another plan", "no optimizer"])
