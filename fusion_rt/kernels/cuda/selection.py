@@ -50,6 +50,7 @@ DeviceArray = Any  # numba.cuda has no types
 _THREADS = 256
 _BLOCKS = 1056  # eight for each of the 132 multiprocessors of an H100
 _LEAST_PART = 1024
+_LINE = 32  # elements of a line of the device's memory
 _ROOM = 4  # an index is kept aside for one of this many elements
 
 
@@ -118,7 +119,7 @@ class Found:
         self.rooms = tuple(rooms)
         self.offsets = (0, *accumulate(map(words, rooms)))
         size = sum(high - low for ranges in groups for low, high in ranges)
-        length = part_length(size, parts or _BLOCKS * code.teams, 1 if parts else _LEAST_PART)
+        length = part_length(size, parts or _BLOCKS * code.teams, 1 if parts else _LEAST_PART, 1 if parts else _LINE)
         divided = [divide(ranges, length, code.teams) for ranges in groups]
         ends = [0, *accumulate(map(len, divided))]
         bounds = np.concatenate(divided)
@@ -303,18 +304,25 @@ def put(
     launch(indices, values, len(indices), out, low, add)
 
 
-def part_length(size: int, parts: int, least: int) -> int:
-    """Returns the length of parts, at least `least`, of which about so many cover so many elements."""
-    return max(least, math.ceil(size / parts), 1)
+def part_length(size: int, parts: int, least: int, multiple: int = 1) -> int:
+    """Returns the length of parts, at least `least` and a multiple of `multiple`, of which about so many cover so many
+    elements."""
+    return -(-max(least, math.ceil(size / parts), 1) // multiple) * multiple
 
 
 def divide(ranges: Sequence[Range], length: int, multiple: int = 1) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Cuts ascending ranges into parts of at most so many elements, as rows (first, end).
+    """Cuts ascending ranges into parts of at most so many elements, as rows (first, end), at multiples of that: a team
+    then reads whole lines of the memory, whichever part it has.
 
     Args:
         multiple: there are a multiple of so many parts, at least one, of which the last may be empty.
     """
-    rows = [(first, min(first + length, high)) for low, high in ranges for first in range(low, high, length)]
+    rows = [
+        (max(low, first), min(first + length, high))
+        for low, high in ranges
+        if low < high
+        for first in range(low // length * length, high, length)
+    ]
     rows += [(0, 0)] * (-len(rows) % multiple if rows else multiple)
     return np.array(rows, np.int32)
 

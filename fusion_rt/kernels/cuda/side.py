@@ -22,8 +22,10 @@ would have to work on torch's memory, and return what torch counts as lent, with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -35,6 +37,7 @@ from fusion_rt.kernels.cuda.selection import DeviceArray, Found, Memory, Range, 
 from fusion_rt.kernels.cuda.shim import cuda
 
 Tensor = Any  # fusion_rt.kernels does not import torch
+_ALIKE = 2  # steps in a row that have to have queued the same; kernels are compiled, and plans told, in the first
 
 
 class Layer(Protocol):
@@ -61,9 +64,8 @@ class Layer(Protocol):
     def unpin(self, pinned: Tensor) -> None:
         """Undoes `pin`."""
 
-    def follow(self, tensor: Tensor) -> None:
-        """Has what is queued on the side stream from now on come after what has been queued on the current stream, and
-        uses this tensor."""
+    def follow(self) -> None:
+        """Has what is queued on the side stream from now on come after what has been queued on the current stream."""
 
     def lead(self, event: Any) -> None:
         """Has what is queued on the current stream from now on come after an event."""
@@ -73,6 +75,9 @@ class Layer(Protocol):
 
     def mark(self) -> Any:
         """An event after what has been queued on the side stream, which has `synchronize()` and `query()`."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Returns what queues all that `work` would queue on the side stream, by one call. Nothing is queued now."""
 
 
 class TorchLayer:
@@ -118,9 +123,8 @@ class TorchLayer:
         with self._torch.cuda.device(self._device):
             self._check(self._torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()), "unpin")
 
-    def follow(self, tensor: Tensor) -> None:
+    def follow(self) -> None:
         self._side.wait_stream(self._torch.cuda.current_stream(self._device))
-        tensor.record_stream(self._side)  # or torch may give its memory to another while the kernels still read it
 
     def lead(self, event: Any) -> None:
         self._torch.cuda.current_stream(self._device).wait_event(event)
@@ -130,9 +134,24 @@ class TorchLayer:
             pinned.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        event = self._torch.cuda.Event()
+        event = self._torch.cuda.Event(blocking=True)  # who waits for it sleeps
         event.record(self._side)
         return event
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = self._torch.cuda.CUDAGraph()
+
+        def replay() -> None:
+            with self.beside():
+                graph.replay()
+
+        with self.beside():
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with what no capture allows
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return replay
 
     def _check(self, code: Any, what: str) -> None:
         if int(code) != 0:
@@ -170,9 +189,14 @@ class SideSelector:
             raise ValueError(f"results of up to {list(rooms)} elements do not have {len(out)} words")
         self._layer, self._words, self._rooms = layer, out, rooms
         self._event: Any = None
+        self._given: Tensor = None  # torch may not give its memory to another while the kernels still read it
         self._wrapped: tuple[int, DeviceArray] = (0, None)  # the address of the last gradient, and the array
         self._expected = [0] * len(rooms)  # as the device has it
         self._asked: Sequence[int] = rooms
+        self._last: Hashable = None  # what the last step has queued, and how many before it have queued the same
+        self._alike = 0
+        self._captures = True
+        self._captured: tuple[Hashable, Callable[[], None]] = (None, lambda: None)
         with layer.active():
             if memory is None:
                 memory = layer.zeros(elements, "float32"), layer.zeros(elements, "float32") if momentum else None
@@ -211,14 +235,44 @@ class SideSelector:
             if gradient.data_ptr() != self._wrapped[0]:  # wrapping takes longer than a launch
                 self._wrapped = gradient.data_ptr(), layer.wrap(gradient)
             memory.gradient, memory.factor = self._wrapped[1], factor
-            layer.follow(gradient)
-            if thresholds is None:
-                surveys = 0 in self._expected
-                selection.take_largest(memory, self._found, ks, self._device_out, None, surveys, layer.stream)
-            else:
-                selection.take_above(memory, self._found, thresholds, ks, self._device_out, layer.stream)
-            self._copy(ks)
-            self._event = layer.mark()
+            layer.follow()
+            surveys = thresholds is None and 0 in self._expected
+            self._queue(
+                (self._wrapped[0], tuple(ks), thresholds and tuple(thresholds), surveys, factor),
+                partial(self._select, ks, thresholds, surveys),
+            )
+            self._event, self._given = layer.mark(), gradient
+
+    def _queue(self, what: Hashable, work: Callable[[], None]) -> None:
+        """Queues a step's work: by one call, where the steps before have queued the same. Each launch of a kernel costs
+        the host time for itself and for each of its arrays, and there are seven or eight."""
+        if what == self._captured[0]:
+            self._captured[1]()
+            return
+        self._alike = self._alike + 1 if what == self._last else 0
+        self._last = what
+        if self._alike < _ALIKE or not self._captures:
+            work()
+            return
+        try:
+            self._captured = what, self._layer.capture(work)
+        except Exception as error:
+            self._captures = False
+            warnings.warn(
+                f"selection on the GPU is launched kernel by kernel, since CUDA makes no graph of it: {error}",
+                stacklevel=2,
+            )
+            work()
+            return
+        self._captured[1]()
+
+    def _select(self, ks: Sequence[int], thresholds: Sequence[int] | None, surveys: bool) -> None:
+        stream = self._layer.stream
+        if thresholds is None:
+            selection.take_largest(self._memory, self._found, ks, self._device_out, None, surveys, stream)
+        else:
+            selection.take_above(self._memory, self._found, thresholds, ks, self._device_out, stream)
+        self._copy(ks)
 
     def _copy(self, ks: Sequence[int]) -> None:
         """Queues the copy of the results to the host: of all of it at once, unless there is room for more, as there is
@@ -243,7 +297,7 @@ class SideSelector:
         """Waits for what was started. Returns the result of each group, whose arrays are views of `out`, until the next
         step."""
         self._begun().synchronize()
-        self._event = None
+        self._event = self._given = None
         taken = [Taken(self._words[first:end]) for first, end in pairwise(self._offsets)]
         self._expected = [
             selection.expected(one.threshold, one.collected, k) for one, k in zip(taken, self._asked, strict=True)

@@ -40,8 +40,8 @@ class CudaSide:
     def beside(self) -> AbstractContextManager[Any]:
         return self._layer.beside()
 
-    def follow(self, tensor: torch.Tensor) -> None:
-        self._layer.follow(tensor)
+    def follow(self) -> None:
+        self._layer.follow()
 
     def zeros(self, n: int) -> torch.Tensor:
         made: torch.Tensor = self._layer.zeros(n, "float32")

@@ -32,8 +32,8 @@ class Side(Protocol):
     def beside(self) -> AbstractContextManager[Any]:
         """A context in which work on tensors is queued where selections are."""
 
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Orders work that is queued there from now on, and uses this tensor, after what is queued for training."""
+    def follow(self) -> None:
+        """Orders work that is queued there from now on after what is queued for training."""
 
     def zeros(self, n: int) -> torch.Tensor:
         """Makes a tensor of zeros, float32 [n], which are written there."""

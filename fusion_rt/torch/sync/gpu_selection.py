@@ -82,7 +82,7 @@ class BucketSelection(device.Copying):
             too_long = (self._bound < norm) & (norm < math.inf)
             gradient.mul_(torch.where(too_long, self._bound / norm, torch.ones_like(norm)))
         self._tray.clear()
-        self._side.follow(gradient)
+        self._side.follow()
         self._given, self._masked = gradient, []
         with self._side.beside():
             for span, factor in zip(self._layout.spans, factors, strict=False):
@@ -98,6 +98,7 @@ class BucketSelection(device.Copying):
         if not self._codec.feedback:
             with self._side.beside():
                 self._residual.zero_()
+        self.events = self._mark(gradient).events
         self._step += 1
         self._under_way = self._owes = True
 
@@ -134,24 +135,33 @@ class BucketSelection(device.Copying):
         residual and velocity become what they were, as exactly as float32 adds up."""
         if not self._owes:
             return
-        self._owes = False
+        given, self._owes, self._given = self._given, False, None
         indices, values, self._step, undone = self._tray.answered()
         with self._side.beside():
             if len(indices):
                 there = [torch.from_numpy(a).to(self._residual.device, non_blocking=True) for a in (indices, values)]
                 self._residual.index_add_(0, *there)
             if undone:
-                self._undo()
+                assert given is not None
+                self._undo(given)
             elif self._velocity is not None:
                 for words in self._masked:
                     chosen = torch.from_numpy(words[HEADER : HEADER + words[0]])
                     self._velocity[chosen.to(self._velocity.device, non_blocking=True).long()] = 0
-        self._given = None
+        done = self._mark(*([] if given is None else [given]))
+        if undone:
+            done.precede()  # what is queued for training next is the next gradient, which takes the place of this one
 
-    def _undo(self) -> None:
+    def _mark(self, *using: torch.Tensor) -> device.Copying:
+        """Keeps what is queued beside training now, and the tensors and the tray that it uses, until it is done."""
+        with self._side.beside():
+            marked = device.layer.mark(self._residual, using=[self._verdict, *using])
+        device.layer.keep(marked)
+        return marked
+
+    def _undo(self, gradient: torch.Tensor) -> None:
         """Subtracts what selectors added; see `kernels.selection.withdraw`."""
-        assert self._given is not None
-        step = gradient = self._given
+        step = gradient
         added = torch.isfinite(gradient)
         if self._velocity is not None:
             velocity, momentum = self._velocity, self._codec.momentum

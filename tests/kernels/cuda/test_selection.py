@@ -257,6 +257,8 @@ def test_parts_cover_the_ranges_in_order() -> None:
     assert (parts[:, 1] - parts[:, 0]).max() == 7
     assert len(parts) % 4 == 0
     assert [selection.part_length(*given) for given in ((100, 50, 40), (100, 3, 1), (0, 3, 1))] == [40, 34, 1]
+    assert selection.part_length(25_600_000, 8448, 1024, 32) == 3040  # 3,031 would leave each part's lines cut in two
+    assert not (selection.divide([(0, 100), (130, 400)], 64)[1:, 0] % 64)[[0, 2, 3, 4, 5]].any()
     assert selection.divide([], 4, 2).tolist() == [[0, 0]] * 2
 
 

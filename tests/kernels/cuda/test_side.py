@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +76,7 @@ class SimulatedLayer:
     def unpin(self, pinned: torch.Tensor) -> None:
         self.calls.append("unpin")
 
-    def follow(self, tensor: torch.Tensor) -> None:
+    def follow(self) -> None:
         self.calls.append("follow")
 
     def lead(self, event: Any) -> None:
@@ -89,6 +90,10 @@ class SimulatedLayer:
     def mark(self) -> Event:
         self.calls.append("mark")
         return Event()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.calls.append("capture")
+        return work
 
 
 def make(n: int, k: int, layer: Any, **options: Any) -> tuple[SideSelector, Any]:
@@ -236,7 +241,7 @@ class Recorder:
             wait_event=lambda event: self.log(f"{name} waits for the event"),
         )
 
-    def event(self) -> Any:
+    def event(self, blocking: bool) -> Any:
         return SimpleNamespace(
             record=lambda stream: self.log(f"event after {stream.name}"),
             synchronize=lambda: self.log("host waits for the event"),
@@ -247,7 +252,6 @@ class Recorder:
         made = SimpleNamespace(
             device=device, dtype="torch.float32", numel=lambda: n, data_ptr=lambda: id(made),
             is_contiguous=lambda: contiguous, detach=lambda: made, view=lambda *shape: made,
-            record_stream=lambda stream: self.log(f"gradient is used by {stream.name}"),
             copy_=lambda source, non_blocking: self.log(f"copy, non_blocking={non_blocking}"),
         )  # fmt: skip
         return made
@@ -280,7 +284,6 @@ def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
     assert recorder.calls == [
         "wrap, sync=False",
         "side waits for current",
-        "gradient is used by side",
         f"{launched} on numba's side",
         "enter side",
         "copy, non_blocking=True",
@@ -291,6 +294,49 @@ def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
         "as cuda:0",
         "unregister",
     ]
+
+
+def steps_of(recorder: Recorder, selector: SideSelector, gradients: list[Any]) -> list[list[str]]:
+    """What each step calls in between waiting for the gradient and the event after it."""
+    queued = []
+    for gradient in gradients:
+        recorder.calls.clear()
+        selector.start(gradient, [2])
+        first, end = recorder.calls.index("side waits for current") + 1, recorder.calls.index("event after side")
+        queued.append(recorder.calls[first:end])
+        selector.finish()
+    return queued
+
+
+def test_what_is_queued_again_and_again_is_queued_by_one_call(recorder: Recorder) -> None:
+    recorder.torch.cuda.CUDAGraph = lambda: SimpleNamespace(
+        capture_begin=lambda capture_error_mode: recorder.log(f"capture {capture_error_mode}"),
+        capture_end=lambda: recorder.log("captured"),
+        replay=lambda: recorder.log("replay"),
+    )
+    out = np.zeros(words(2), np.int32)
+    selector = SideSelector(TorchLayer(recorder.torch, 0), 8, [[(0, 8)]], out, found=object())  # type: ignore[arg-type]
+    gradient, other = recorder.tensor(8), recorder.tensor(8)
+    launched = ["take_largest on numba's side", "enter side", "copy, non_blocking=True", "leave side"]
+    replayed = ["enter side", "replay", "leave side"]
+    captured = ["enter side", "capture thread_local", *launched, "captured", "leave side"]
+    queued = steps_of(recorder, selector, [gradient] * 5 + [other])
+    assert queued == [launched, launched, [*captured, *replayed], replayed, replayed, launched]
+
+
+def test_what_cannot_be_captured_is_launched_as_before_which_is_told_once(recorder: Recorder) -> None:
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorder.torch.cuda.CUDAGraph = lambda: SimpleNamespace(capture_begin=refuse)
+    out = np.zeros(words(2), np.int32)
+    selector = SideSelector(TorchLayer(recorder.torch, 0), 8, [[(0, 8)]], out, found=object())  # type: ignore[arg-type]
+    gradient = recorder.tensor(8)
+    launched = ["take_largest on numba's side", "enter side", "copy, non_blocking=True", "leave side"]
+    with pytest.warns(UserWarning, match="kernel by kernel, since CUDA makes no graph of it: operation not") as told:
+        queued = steps_of(recorder, selector, [gradient] * 5)
+    assert queued == [launched, launched, ["enter side", *launched], launched, launched]
+    assert len(told) == 1
 
 
 def test_memory_that_kernels_cannot_use_is_refused(recorder: Recorder) -> None:
@@ -331,8 +377,8 @@ class SimulatedSide:
     def beside(self) -> Any:
         return contextlib.nullcontext()
 
-    def follow(self, tensor: torch.Tensor) -> None:
-        self._layer.follow(tensor)
+    def follow(self) -> None:
+        self._layer.follow()
 
     def zeros(self, n: int) -> torch.Tensor:
         return self._layer.zeros(n, "float32")
