@@ -8,9 +8,11 @@
 - `ddp-topk`: the same, where fusion's gradients are compressed by top-k (1 %, error feedback); gloo's are dense.
 - `fsdp2`: `fully_shard` of each layer of a model of 12 linear layers, 25.2 M parameters, and a batch of one, so that
   there is little to compute.
+- `fsdp2-arena`: the same, where fusion's buffers are in the arena (`fully_shard_in_arena`).
 
-A step is forward and backward pass, and SGD. A sample is the median step of a turn, on the slowest rank. Hosts are
-as in `benchmarks.backend`.
+*Without* is the step of `ddp` that leaves each rank its own gradients: no backend can take less. A step is forward
+and backward pass, and SGD. A sample is the median step of a turn, on the slowest rank. Hosts are as in
+`benchmarks.backend`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from benchmarks.common.results import Measure, Record, Setting
 from benchmarks.common.tables import Table
 
 NAME = "backend_step"
-STEP = "a step"
+STEP, WITHOUT = "a step", "without"
 _LR = 1e-3
 _LAYERS, _WIDTH = 12, 1448
 _TOPK = "topk(density=0.01)"
@@ -42,6 +44,10 @@ def _ddp(group: Any, backend: str, codec: str = "") -> Callable[[], None]:
     model = silent_model()
     optimizer = torch.optim.SGD(model.parameters(), _LR)
     parallel = torch.nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    if backend == WITHOUT:
+        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+        parallel.register_comm_hook(None, noop_hook)
     if codec and backend == OURS:
         from fusion_rt.dist import compress
 
@@ -59,7 +65,7 @@ def _ddp_topk(group: Any, backend: str) -> Callable[[], None]:
     return _ddp(group, backend, _TOPK)
 
 
-def _fsdp2(group: Any, backend: str) -> Callable[[], None]:
+def _fsdp2(group: Any, backend: str, in_arena: bool = False) -> Callable[[], None]:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -70,6 +76,10 @@ def _fsdp2(group: Any, backend: str) -> Callable[[], None]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if in_arena and backend == OURS:
+        from fusion_rt.dist import fully_shard_in_arena
+
+        fully_shard_in_arena(model)
     optimizer = torch.optim.SGD(model.parameters(), _LR)
     batch = torch.ones(1, _WIDTH)
 
@@ -81,7 +91,16 @@ def _fsdp2(group: Any, backend: str) -> Callable[[], None]:
     return step
 
 
-MODELS: dict[str, Callable[[Any, str], Callable[[], None]]] = {"ddp": _ddp, "ddp-topk": _ddp_topk, "fsdp2": _fsdp2}
+def _fsdp2_in_arena(group: Any, backend: str) -> Callable[[], None]:
+    return _fsdp2(group, backend, in_arena=True)
+
+
+MODELS: dict[str, Callable[[Any, str], Callable[[], None]]] = {
+    "ddp": _ddp,
+    "ddp-topk": _ddp_topk,
+    "fsdp2": _fsdp2,
+    "fsdp2-arena": _fsdp2_in_arena,
+}
 
 
 def worker(models: Sequence[str], steps: int, rounds: int) -> None:
@@ -93,6 +112,8 @@ def worker(models: Sequence[str], steps: int, rounds: int) -> None:
         found: dict[str, dict[str, list[float]]] = {}
         for model in models:
             turns = {name: _turn(MODELS[model](group, name), steps) for name, group in groups.items()}
+            if model == "ddp":
+                turns[WITHOUT] = _turn(_ddp(groups[OURS], WITHOUT), steps)
             samples = sampling.alternate(turns, rounds, first=dist.barrier)
             slowest = torch.tensor(list(samples.values()), dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -136,13 +157,18 @@ def measure(setting: Setting, models: Sequence[str], steps: int, rounds: int) ->
 
 def show(records: Sequence[Record]) -> None:
     """Prints a table: milliseconds a step, and how many times faster than gloo."""
-    table = Table(["model", f"{OURS} ms", f"{GLOO} ms", f"{GLOO} / {OURS}"], title=allreduce.title(records[0].setting))
+    columns = ["model", f"{OURS} ms", f"{GLOO} ms", f"{GLOO} / {OURS}", f"{WITHOUT} ms", f"{GLOO} / {WITHOUT}"]
+    table = Table(columns, title=allreduce.title(records[0].setting))
     for record in records:
         (each,) = record.measures
-        times = [tables.ms(sampling.median(each.samples[name])) for name in (OURS, GLOO)]
-        table.add(
-            str(record.setting["model"]), *times, tables.ratio(sampling.ratio(each.samples[GLOO], each.samples[OURS]))
-        )
+        samples = each.samples
+        row = [tables.ms(sampling.median(samples[name])) for name in (OURS, GLOO)]
+        row.append(tables.ratio(sampling.ratio(samples[GLOO], samples[OURS])))
+        least = ["", ""]
+        if WITHOUT in samples:
+            least = [tables.ms(sampling.median(samples[WITHOUT]))]
+            least.append(tables.ratio(sampling.ratio(samples[GLOO], samples[WITHOUT])))
+        table.add(str(record.setting["model"]), *row, *least)
     table.show()
 
 
@@ -152,7 +178,7 @@ def main() -> None:
     parser.add_argument("--ranks", help="numbers of ranks, such as 2,4 (2 on one host, else one on each)")
     parser.add_argument("--hosts", default="1", help="numbers of netlab hosts, such as 1,2 (%(default)s)")
     parser.add_argument("--rate", help="rate of each host's link, such as 100mbit")
-    parser.add_argument("--models", default="ddp,fsdp2", help=f"of {','.join(MODELS)} (%(default)s)")
+    parser.add_argument("--models", default="ddp,fsdp2,fsdp2-arena", help=f"of {','.join(MODELS)} (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="in a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each backend (%(default)s)")
     shared.add_out(parser)

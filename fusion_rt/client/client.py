@@ -14,6 +14,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.client import joining
+from fusion_rt.client.adoption import Adoptions
 from fusion_rt.client.channel import Channel, Clocks, Operation
 from fusion_rt.client.messages import Messages, Where, placed
 from fusion_rt.client.own_memory import OwnMemory
@@ -46,6 +47,7 @@ class Client:
         welcome: the daemon's answer to `Hello`.
         process_sets: by id.
         own_memory: says which tensors the daemon takes where they lie.
+        adoptions: the tensors that were moved into the arena.
         messages: from one rank to another.
         wait, poll: the channel's.
 
@@ -86,6 +88,7 @@ class Client:
             sock.close()
             raise
         self.own_memory.welcome(self.welcome.by_address)
+        self.adoptions = Adoptions(self.arena, self.own_memory.offer is not None)
         self.channel.patience = self.welcome.patience
         self.channel.clocks = Clocks(wire.first_clock(self.welcome.epoch))
         self.messages = Messages(self.channel, rank, wire.first_clock(self.welcome.epoch))
@@ -431,6 +434,7 @@ class Client:
                 returnable = False  # the daemon is gone already
         self.channel.told = False  # else it would be said again
         self.channel.leave("fusion_rt has been shut down on this rank")
+        self.adoptions.close()
         self.arena.close()
         return returnable
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fusion_rt.dist.inner import InnerGroup
 from fusion_rt.dist.membership import JoinedGroup
+from fusion_rt.torch.core.tensors import Memory
 
 _Base: Any = dist.ProcessGroup  # whose overloads torch's stubs give for its own callers
 
@@ -92,6 +93,16 @@ class GroupIdentity(_Base):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> GroupIdentity:
         """Returns this group, which is its own backend on every device."""
         return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Returns whether `allocate_tensor` has other memory than torch: FSDP2 asks, if it is told to."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of so many elements in the arena, which the daemon reads and writes where they lie."""
+        if not size or not self.supports_tensor_alloc(device):
+            return torch.empty(size, dtype=dtype, device=device)
+        return Memory(self._opened.here, size * dtype.itemsize, small=False).tensor(dtype, (size,))
 
     def get_group_store(self) -> Any:
         """Returns the store in which the members met."""

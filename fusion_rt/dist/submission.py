@@ -18,6 +18,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
+from fusion_rt.client.adoption import Use
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import DTYPE_NAMES, Memory, contents, copy_in, fill, over, place_of, received
@@ -54,7 +55,7 @@ class Submission:
         watcher: called when it has ended.
     """
 
-    __slots__ = ("_given", "_memory", "_outputs", "_queued", "done", "error", "sizes", "watcher")
+    __slots__ = ("_given", "_memory", "_outputs", "_queued", "_uses", "done", "error", "sizes", "watcher")
 
     def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         self._outputs = outputs
@@ -63,6 +64,7 @@ class Submission:
             self._queued = device.layer.mark(*outputs)
         self._given: Memory | None = None
         self._memory: Memory | None = None  # where the result comes
+        self._uses: list[Use] = []  # of adopted tensors
         self.done = False
         self.error: str | None = None
         self.sizes: tuple[int, ...] = ()
@@ -70,11 +72,26 @@ class Submission:
 
     def end(self) -> None:
         """Ends it."""
+        for use in self._uses:
+            use.end(self.error is None)
+        self._uses = []
         self._given = self._memory = None
         self._outputs = ()
         self.done = True
         if self.watcher is not None:
             self.watcher()
+
+    def _give_up(self) -> None:
+        """It could not be submitted, and nothing will end it."""
+        for use in self._uses:
+            use.end(is_complete=False)
+        self._uses = []
+
+    def _place_of(
+        self, here: Runtime, tensors: Sequence[torch.Tensor], written: bool
+    ) -> tuple[int, int] | wire.Address | None:
+        """Returns where the elements of a single tensor lie, if the daemon can take and leave them there."""
+        return place_of(here, tensors[0], self._uses, written) if len(tensors) == 1 else None
 
     def _staged(self, here: Runtime, nbytes: int, inputs: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """Returns the place in the arena of the operation's data, into which the inputs have been copied."""
@@ -135,40 +152,46 @@ class Collective(Submission):
     ) -> None:
         super().__init__(outputs)
         inline = place = into = None
+        large = not in_place and _nbytes_of(outputs) > wire.MAX_INLINE
+        if large:
+            # What a member gives must stay until it has been combined, and may not be where a part of the result goes.
+            own = signature.kind in ("allgather", "broadcast")
+            if own or not _overlap(inputs or (), outputs):
+                into = self._place_of(here, outputs, True)  # first: what is given may be a part of it
         if inputs is not None:
             nbytes = _nbytes_of(inputs)
             if nbytes <= wire.MAX_INLINE:
                 inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
             elif in_place:
-                place = _place_of(here, inputs) if outputs and outputs[0] is inputs[0] else None
+                place = self._place_of(here, inputs, True) if outputs and outputs[0] is inputs[0] else None
                 if place is not None:
                     self._outputs = ()
             else:
-                place = _place_of(here, inputs)
+                place = self._place_of(here, inputs, False)
             if inline is None and place is None:
                 place = self._staged(here, nbytes, inputs)
-        if not in_place and (nbytes := _nbytes_of(outputs)) > wire.MAX_INLINE:
-            # What a member gives must stay until it has been combined, and may not be where a part of the result goes.
-            own = signature.kind in ("allgather", "broadcast")
-            into = _place_of(here, outputs) if own or not _overlap(inputs or (), outputs) else None
-            if into is not None:
-                self._outputs = ()
-            else:
-                given = self._memory  # has to stay until the operation has ended
-                into = self._staged(here, nbytes, ())
-                self._given = given
-        here.client.submit(
-            None,
-            signature,
-            inline=inline,
-            place=place,
-            splits=splits,
-            receives=receives,
-            into=into,
-            seconds=seconds,
-            release=self._ended,
-            keeps=(inputs, outputs),
-        )
+        if into is not None:
+            self._outputs = ()
+        elif large:
+            given = self._memory  # has to stay until the operation has ended
+            into = self._staged(here, _nbytes_of(outputs), ())
+            self._given = given
+        try:
+            here.client.submit(
+                None,
+                signature,
+                inline=inline,
+                place=place,
+                splits=splits,
+                receives=receives,
+                into=into,
+                seconds=seconds,
+                release=self._ended,
+                keeps=(inputs, outputs),
+            )
+        except BaseException:
+            self._give_up()
+            raise
 
 
 class SentMessage(Submission):
@@ -192,18 +215,22 @@ class SentMessage(Submission):
         if nbytes <= wire.MAX_INLINE:
             inline = contents(tensor)
         else:
-            place = place_of(here, tensor) or self._staged(here, nbytes, [tensor])
-        operation = here.client.messages.send_to(
-            group,
-            rank,
-            tag,
-            inline=inline,
-            place=place,
-            nbytes=nbytes,
-            seconds=seconds,
-            release=self._ended,
-            keeps=tensor,
-        )
+            place = self._place_of(here, [tensor], False) or self._staged(here, nbytes, [tensor])
+        try:
+            operation = here.client.messages.send_to(
+                group,
+                rank,
+                tag,
+                inline=inline,
+                place=place,
+                nbytes=nbytes,
+                seconds=seconds,
+                release=self._ended,
+                keeps=tensor,
+            )
+        except BaseException:
+            self._give_up()
+            raise
         if operation.handle == 0:  # it is away
             self.end()
 
@@ -224,13 +251,17 @@ class AwaitedMessage(Submission):
     ) -> None:
         super().__init__([tensor])
         self._nbytes = nbytes = tensor.nbytes
-        place = None if nbytes <= wire.MAX_INLINE else place_of(here, tensor)
+        place = None if nbytes <= wire.MAX_INLINE else self._place_of(here, [tensor], True)
         self._is_there = place is not None
         if nbytes > wire.MAX_INLINE and place is None:
             place = self._staged(here, nbytes, ())
-        here.client.messages.receive_from(
-            group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended, keeps=tensor
-        )
+        try:
+            here.client.messages.receive_from(
+                group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended, keeps=tensor
+            )
+        except BaseException:
+            self._give_up()
+            raise
 
     def _deliver(self, operation: Operation) -> None:
         if operation.sizes[1] != self._nbytes:
@@ -281,11 +312,6 @@ class OwnMessages:
             else:
                 self._awaited[tag].append(part)
         return part
-
-
-def _place_of(here: Runtime, tensors: Sequence[torch.Tensor]) -> tuple[int, int] | wire.Address | None:
-    """Returns where the elements of a single tensor lie, if the daemon can take and leave them there."""
-    return place_of(here, tensors[0]) if len(tensors) == 1 else None
 
 
 def _overlap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -167,11 +167,15 @@ class Arena:
         Raises:
             ArenaError: no memory.
         """
-        segment_id, self._next_id = self._next_id, self._next_id + 1
         segment = Segment.create(nbytes)
+        return self.add(segment, plan), segment
+
+    def add(self, segment: Segment, plan: int = 0) -> int:
+        """Offers a segment to the daemon as `new_segment` does, and returns its id."""
+        segment_id, self._next_id = self._next_id, self._next_id + 1
         self._segments[segment_id] = segment
         self._offer(segment_id, segment, plan)
-        return segment_id, segment
+        return segment_id
 
     def allocate(self, nbytes: int) -> Region:
         """Allocates a region of at least `nbytes` bytes, aligned to a cache line, with undefined contents.

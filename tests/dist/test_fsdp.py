@@ -81,6 +81,33 @@ def test_buffers_in_the_arena_change_no_result() -> None:
 
 
 @on_ranks
+def test_memory_that_fsdp2_asks_the_group_for_is_in_the_arena() -> None:
+    with process_group():
+        mesh = init_device_mesh("cpu", (4,))
+        expected = train(sharded(mesh), range(4))
+        model = sharded(mesh)
+        if not hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
+            pytest.skip("this torch does not ask a group for memory")
+        for module in (model[0], model):  # type: ignore[index]
+            module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+        group, arena = mesh.get_group(), basics.runtime().client.arena
+        seen: list[bool] = []
+        allocate = type(group).allocate_tensor
+
+        def watched(*args: Any, **options: Any) -> torch.Tensor:
+            tensor: torch.Tensor = allocate(*args, **options)
+            seen.append(arena.locate(tensor.data_ptr(), tensor.nbytes) is not None)
+            return tensor
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(group), "allocate_tensor", watched)
+            assert_equal(train(model, range(4)), expected)
+        assert seen
+        assert all(seen)
+        assert not group.supports_tensor_alloc(torch.device("cuda"))
+
+
+@on_ranks
 def test_ddp_of_a_part_of_the_ranks_has_a_codec_of_its_own() -> None:
     with process_group():
         first = hvd.rank() % 2

@@ -1,9 +1,10 @@
-"""Operations of c10d on tensors that are given by their addresses, beside the same in one process."""
+"""Operations of c10d on tensors that stay where they are, beside the same in one process."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,23 +12,42 @@ import torch.distributed as dist
 
 from fusion_rt import wire
 from fusion_rt.client import own_memory
+from fusion_rt.client.adoption import Adoptions
 from tests.harness import Job
 
 pytestmark = pytest.mark.multiprocess
 
 
-def _operations(store: str) -> None:
+def _operations(store: str, adopts: bool) -> None:
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
     dist.init_process_group("fusion", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(own_memory, "LEAST_BY_ADDRESS", wire.MAX_INLINE + 1)
             patch.setattr(own_memory._Lasting, "has_huge_pages", True)
+            patch.setattr(Adoptions, "lasts", lambda *_: adopts)  # at once, or never
+            adopted = _count(patch)
             for step in range(2):
                 _reductions(rank, size, step)
                 _moves(rank, size, step)
+            assert (len(adopted) > 10) == adopts
     finally:
         dist.destroy_process_group()
+
+
+def _count(patch: pytest.MonkeyPatch) -> list[bool]:
+    """Returns a list to which something is added whenever a tensor is adopted."""
+    adopted: list[bool] = []
+    adopt = Adoptions.adopt
+
+    def counted(self: Adoptions, address: int, nbytes: int, allocation: Any) -> bool:
+        if adopt(self, address, nbytes, allocation):
+            adopted.append(True)
+            return True
+        return False
+
+    patch.setattr(Adoptions, "adopt", counted)
+    return adopted
 
 
 def _given(rank: int, size: int, step: int) -> torch.Tensor:
@@ -77,5 +97,6 @@ def _moves(rank: int, size: int, step: int) -> None:
     assert torch.equal(output, everyone[(rank - 1) % size])
 
 
-def test_addresses_give_the_same_as_copies(job: Job, tmp_path: Path) -> None:
-    job.run(_operations, str(tmp_path / "store"))
+@pytest.mark.parametrize("adopts", [False, True], ids=["by address", "adopted"])
+def test_what_stays_where_it_is_gives_the_same_as_copies(job: Job, tmp_path: Path, adopts: bool) -> None:
+    job.run(_operations, str(tmp_path / "store"), adopts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -17,12 +18,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusion_rt import wire
-from fusion_rt.client import Operation
+from fusion_rt.client import Operation, adoption
+from fusion_rt.client.adoption import Use
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime, runtime
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+_OURS = 2  # references to an object that only an attribute and the one who counts refer to
 TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -115,19 +118,63 @@ class Memory:
         return here.client.submit(name, signature, place=self.place, splits=splits)
 
 
-def place_of(here: Runtime, tensor: torch.Tensor) -> tuple[int, int] | wire.Address | None:
+def place_of(
+    here: Runtime, tensor: torch.Tensor, uses: list[Use] | None = None, written: bool = True
+) -> tuple[int, int] | wire.Address | None:
     """Returns where the daemon finds and leaves the elements of a tensor too large for messages, without a copy.
 
     That is in the arena, or at its address as long as it is kept (`Client.submit`); None if it has to be copied.
+
+    Args:
+        uses: gets the use of a tensor that was adopted, which has to be ended with the operation; None: none is to be.
+        written: the daemon leaves elements there.
     """
     if not is_plain(tensor):
         return None
-    address, nbytes, memory = tensor.data_ptr(), tensor.nbytes, here.client.own_memory
-    place = here.client.arena.locate(address, nbytes)
-    if place is not None or not memory.may_take(nbytes):
-        return place
+    address, nbytes, client = tensor.data_ptr(), tensor.nbytes, here.client
+    use = None if uses is None else client.adoptions.use(address, nbytes, written)
+    if use is None:
+        place = client.arena.locate(address, nbytes)
+        if place is not None:
+            return place
+        use = None if uses is None else _adopted(here, tensor, address, nbytes, written)
+    if use is not None:
+        assert uses is not None
+        uses.append(use)
+        return use.place
+    if not client.own_memory.may_take(nbytes):
+        return None
     storage = tensor.untyped_storage()
-    return memory.address(address, nbytes, storage._cdata, partial(StorageWeakRef, storage))
+    return client.own_memory.address(address, nbytes, storage._cdata, partial(StorageWeakRef, storage))
+
+
+def _adopted(here: Runtime, tensor: torch.Tensor, address: int, nbytes: int, written: bool) -> Use | None:
+    """Returns the use of a tensor that is adopted, now that it is used again."""
+    adoptions = here.client.adoptions
+    if nbytes < adoption.LEAST:
+        return None
+    storage = tensor.untyped_storage()
+    if not adoptions.lasts(address, nbytes, storage._cdata, partial(StorageWeakRef, storage)):
+        return None
+    if not storage.resizable() or storage.is_shared() or storage.is_pinned():  # somebody else's, or no malloc's
+        return None
+    with here.allocating:
+        adopted = adoptions.adopt(address, nbytes, _Storage(storage))
+    return adoptions.use(address, nbytes, written) if adopted else None
+
+
+class _Storage:
+    """A storage of this process, as `Allocation`."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def where(self) -> tuple[int, int]:
+        return self._storage.data_ptr(), self._storage.nbytes()
+
+    def is_unused(self) -> bool:
+        users: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return users == 1 and sys.getrefcount(self._storage) == _OURS
 
 
 def over(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
