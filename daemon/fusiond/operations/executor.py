@@ -34,7 +34,7 @@ from fusiond.core.tracing import recorded_jobs
 from fusiond.operations.node_parts import NodeParts, combined
 from fusiond.operations.operation import Operation
 from fusiond.operations.staging import Scratch, Staging
-from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
+from fusiond.operations.thread_work import INLINE_WORK, PLAIN_WORK, ThreadWork
 from fusiond.transport.flow_control import FlowPort
 
 
@@ -258,7 +258,8 @@ class Executor:
         """
         port.lends = exchange.lends
         nbytes: float = exchange.local_nbytes if operation.is_here else math.inf
-        small = nbytes <= INLINE_WORK
+        small = nbytes <= (PLAIN_WORK if port.nodes == 1 else INLINE_WORK)
+        nbytes = 0 if small else nbytes
         jobs = exchange.jobs(1 if small else operation.tuning.threads or self._settings.kernel_threads)
         if jobs or compiles is not None or first is not None or _reads(operation):
             self._do_local_part(operation, exchange, jobs, nbytes, compiles, first)

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from fusiond.collectives.base import Job
 
 INLINE_WORK = 128 * 1024  # bytes; less is worked on at once, where a thread's hand-over would cost more
+PLAIN_WORK = 1024 * 1024  # bytes; of what is only added up or copied within a node, in a tenth of a millisecond
 
 Act: TypeAlias = Callable[[], None]
 RunJobs: TypeAlias = Callable[[Sequence[Job], Callable[[BaseException | None], None]], None]

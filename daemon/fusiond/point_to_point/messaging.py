@@ -31,7 +31,7 @@ from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
 from fusiond.core.tracing import Job
 from fusiond.operations.context import Context
-from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
+from fusiond.operations.thread_work import PLAIN_WORK, ThreadWork
 from fusiond.point_to_point.answers import Answers
 from fusiond.point_to_point.calls import Call, Message, ReceiveCall, SendCall
 from fusiond.point_to_point.limits import ANNOUNCED, Limits
@@ -246,8 +246,9 @@ class Messaging:
 
     def _copy(self, message: Message, source: Operand, target: Operand) -> None:
         """Copies a message that is here to where its receive wants it, on threads if it is large."""
-        nbytes = message.nbytes if are_here([source, target]) else math.inf
-        message.working = nbytes > INLINE_WORK
+        at_once = are_here([source, target]) and message.nbytes <= PLAIN_WORK
+        nbytes = 0 if at_once else math.inf
+        message.working = not at_once
         self._work.do(0, self._copying(source, target), nbytes, partial(self._copied, message))
 
     def _copying(self, source: Operand, target: Operand) -> list[Job]:

@@ -5,6 +5,7 @@ The simulated workers overwrite their memory as soon as they are told that an op
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ from fusion_rt.core.dtypes import DType
 from fusion_rt.core.topology import ProcessSet
 from fusion_rt.kernels import cpu
 from fusiond.operations import executor, thread_work
-from tests.fusiond.simulation import Array, SimulatedJob
+from tests.fusiond.simulation import Array, Node, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
 LAYOUTS = [[1], [3], [1, 1], [2, 1, 3], [1, 1, 1, 1, 1]]
@@ -35,6 +36,12 @@ def floats(job: SimulatedJob, shape: tuple[int, ...] = (5,), seed: int = 0) -> l
 
 def allreduce(values: Array, op: str = "sum", codec: str = "dense") -> wire.Signature:
     return wire.Signature("allreduce", "float32", values.shape, op, codec=codec)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads work also on what the tests have, within a node as between nodes."""
+    monkeypatch.setattr(executor, "PLAIN_WORK", thread_work.INLINE_WORK)
 
 
 # --- all-reduce -------------------------------------------------------------------------------------------------------
@@ -55,6 +62,27 @@ def test_everybody_gets_the_sum(layout: list[int], count: int, inline: bool, see
     job.nothing_is_left()
 
 
+@pytest.mark.parametrize(("layout", "elements", "woken"), [([2], 1 << 17, 0), ([2], 1 << 18, 1), ([2, 1], 1 << 17, 1)])
+def test_a_thread_is_woken_for_much_work_or_for_what_other_nodes_wait_for(
+    layout: list[int], elements: int, woken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "PLAIN_WORK", thread_work.PLAIN_WORK)
+    runs: list[int] = []
+    run = Node.run_jobs
+
+    def counted(self: Node, jobs: Sequence[Callable[[], None]], then: Callable[[BaseException | None], None]) -> None:
+        runs.append(len(jobs))
+        run(self, jobs, then)
+
+    monkeypatch.setattr(Node, "run_jobs", counted)
+    job = SimulatedJob(layout)
+    values = floats(job, (elements,))
+    handles = job.submit_all("x", allreduce(values[0]), values, 0, False)
+    results = [job.result(rank, handle) for rank, handle in enumerate(handles)]
+    np.testing.assert_array_equal(results, [np.sum(values, axis=0)] * job.size)
+    assert len(runs) == woken
+
+
 @pytest.mark.parametrize("inline", [thread_work.INLINE_WORK, 0])
 @pytest.mark.parametrize("kind", ["allreduce", "reducescatter"])
 @pytest.mark.parametrize("op", ["sum", "max"])
@@ -65,6 +93,7 @@ def test_kernels_are_compiled_beside_the_event_loop_and_by_nobody_else(
     """A loop that compiles sends no heartbeats for seconds."""
     for module in (executor, thread_work):
         monkeypatch.setattr(module, "INLINE_WORK", inline)
+        monkeypatch.setattr(module, "PLAIN_WORK", inline)
     prepared: list[str] = []
     reduce = cpu.reduce
 
