@@ -9,6 +9,8 @@ Turns of one alternate with turns of the other. All tensors are ordinary ones, a
 that of the larger of input and output on a rank. A sample is the median time of an operation in a turn, on the slowest
 rank; that of `send_recv` is half the time that a tensor takes from the first rank to the last, and back.
 
+Workers have this command's environment: `FUSION_MEMORY=adopt` measures tensors that are moved into shared memory.
+
 With `--hosts N` ranks run in network namespaces (root needed), joined by links of `--rate`, and share them evenly.
 Steps of training are measured by `benchmarks.backend_step`.
 """

@@ -12,7 +12,7 @@
 
 *Without* is the step of `ddp` that leaves each rank its own gradients: no backend can take less. A step is forward
 and backward pass, and SGD. A sample is the median step of a turn, on the slowest rank. Hosts are as in
-`benchmarks.backend`.
+`benchmarks.backend`, and so is `FUSION_MEMORY`.
 """
 
 from __future__ import annotations

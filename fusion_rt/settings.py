@@ -131,10 +131,11 @@ class Settings:
         "two).",
         unit=BYTES, variable="FUSION_ROUTE_RATE", least=0)
     memory: str = _row(
-        "auto", FUSION, "Way of a script's large tensors to its host's daemon: auto (those that are used again are "
-        "moved into shared memory, or read and written where they are, if the kernel allows it, which `fusionrun "
-        "--check-build` says) or copy (through shared memory).",
-        variable="FUSION_MEMORY", choices=("auto", "copy"))
+        "auto", FUSION, "Way of a script's large tensors to its host's daemon: auto (the daemon reads and writes "
+        "them in place, if the kernel allows it, which `fusionrun --check-build` says), adopt (as auto, and tensors of "
+        "64 KiB and more that are used again are moved into shared memory, under their own addresses) or copy (through "
+        "shared memory).",
+        variable="FUSION_MEMORY", choices=("auto", "adopt", "copy"))
     shard_hosts: str = _row(
         "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards. One that is not among the job's "
         "hosts gets a daemon and no workers.",

@@ -24,6 +24,7 @@ from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
 from fusion_rt.host import stacks
 from fusion_rt.host.arena import Arena, Region, Segment
 from fusion_rt.local import array_codec, packets
+from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Flush, Kind
 from fusion_rt.tracing.recorder import Instrument
 
@@ -47,7 +48,7 @@ class Client:
         welcome: the daemon's answer to `Hello`.
         process_sets: by id.
         own_memory: says which tensors the daemon takes where they lie.
-        adoptions: the tensors that were moved into the arena.
+        adoptions: the tensors that were moved into the arena (`FUSION_MEMORY=adopt`).
         messages: from one rank to another.
         wait, poll: the channel's.
 
@@ -88,7 +89,7 @@ class Client:
             sock.close()
             raise
         self.own_memory.welcome(self.welcome.by_address)
-        self.adoptions = Adoptions(self.arena, self.own_memory.offer is not None)
+        self.adoptions = Adoptions(self.arena, Settings.from_env().memory == "adopt")
         self.channel.patience = self.welcome.patience
         self.channel.clocks = Clocks(wire.first_clock(self.welcome.epoch))
         self.messages = Messages(self.channel, rank, wire.first_clock(self.welcome.epoch))

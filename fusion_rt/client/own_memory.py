@@ -41,7 +41,7 @@ class OwnMemory:
     """
 
     def __init__(self, daemon: int) -> None:
-        self.offer = OfferedText(daemon) if Settings.from_env().memory == "auto" else None
+        self.offer = OfferedText(daemon) if Settings.from_env().memory != "copy" else None
         self.by_address = False
         self._known: OrderedDict[tuple[int, int], _Lasting] = OrderedDict()
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from fusion_rt import wire
 from fusion_rt.client import adoption
 from fusion_rt.client.adoption import Adoptions, Use
 from fusion_rt.host.arena import Arena, Segment
+from tests.client.daemon import Daemon
 
 PAGE = mmap.PAGESIZE
 BIG = 40 * 1024 * 1024  # bytes: more than malloc ever takes from a heap, so that it maps them
@@ -343,6 +345,19 @@ def test_nothing_is_adopted_any_more_after_the_end(adoptions: Adoptions, memory:
     assert other.segments[1].view[2 * PAGE] != 78
     assert not adoptions.lasts(*memory.where(), 1, object)
     assert not adoptions.lasts(*memory.where(), 1, object)
+
+
+@pytest.mark.parametrize("way", ["auto", "adopt", "copy"])
+def test_a_client_adopts_only_where_that_is_asked_for(
+    daemon: Daemon, adoptions: Adoptions, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSION_MEMORY", way)
+    client = daemon.connect()
+    assert isinstance(daemon.hello, wire.Hello)
+    assert bool(daemon.hello.offer_address) == (way != "copy")
+    assert not client.adoptions.lasts(PAGE, BIG, 1, object)
+    assert client.adoptions.lasts(PAGE, BIG, 1, object) == (way == "adopt")
+    client.close()
 
 
 def test_where_nothing_is_wanted_nothing_is_adopted(other: Other) -> None:

@@ -18,19 +18,21 @@ from tests.harness import Job
 pytestmark = pytest.mark.multiprocess
 
 
-def _operations(store: str, adopts: bool) -> None:
+def _operations(store: str, way: str) -> None:
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    os.environ["FUSION_MEMORY"] = way
     dist.init_process_group("fusion", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(own_memory, "LEAST_BY_ADDRESS", wire.MAX_INLINE + 1)
             patch.setattr(own_memory._Lasting, "has_huge_pages", True)
-            patch.setattr(Adoptions, "lasts", lambda *_: adopts)  # at once, or never
+            if way == "adopt":
+                patch.setattr(Adoptions, "lasts", lambda *_: True)  # at once
             adopted = _count(patch)
             for step in range(2):
                 _reductions(rank, size, step)
                 _moves(rank, size, step)
-            assert (len(adopted) > 10) == adopts
+            assert len(adopted) > 10 if way == "adopt" else not adopted
     finally:
         dist.destroy_process_group()
 
@@ -97,6 +99,6 @@ def _moves(rank: int, size: int, step: int) -> None:
     assert torch.equal(output, everyone[(rank - 1) % size])
 
 
-@pytest.mark.parametrize("adopts", [False, True], ids=["by address", "adopted"])
-def test_what_stays_where_it_is_gives_the_same_as_copies(job: Job, tmp_path: Path, adopts: bool) -> None:
-    job.run(_operations, str(tmp_path / "store"), adopts)
+@pytest.mark.parametrize("way", ["auto", "adopt"])
+def test_what_stays_where_it_is_gives_the_same_as_copies(job: Job, tmp_path: Path, way: str) -> None:
+    job.run(_operations, str(tmp_path / "store"), way)

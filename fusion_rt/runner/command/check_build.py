@@ -77,7 +77,7 @@ def _row(name: str, found: object = True, remark: str = "") -> str:
 
 def _own_memory() -> tuple[bool, str]:
     """Returns whether a process can read and write the memory of another one here, as daemons would, and how."""
-    if Settings.from_env().memory != "auto":
+    if Settings.from_env().memory == "copy":
         return False, "(FUSION_MEMORY=copy: by way of shared memory)"
     command = [sys.executable, "-c", _OFFER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:

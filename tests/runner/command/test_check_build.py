@@ -34,6 +34,8 @@ def test_it_is_tried_whether_tensors_are_read_where_they_lie(monkeypatch: pytest
     refused = "    [ ] Tensors read in place (the kernel does not let one process read another one: by way of"
     text = check_build.report()
     assert works in text or refused in text
+    monkeypatch.setenv("FUSION_MEMORY", "adopt")
+    assert (works in check_build.report()) == (works in text)
     monkeypatch.setattr(process_memory.CALLS, "reads", 0)
     assert refused in check_build.report()
     monkeypatch.setenv("FUSION_MEMORY", "copy")
