@@ -210,9 +210,12 @@ def prepare(
     )
 
 
-def is_ready(dtype: DType) -> bool:
-    """Says whether `reduce` of this type would begin at once, and not load or compile a kernel before."""
-    return dtype.name in _reductions or _code.has(f"reduce-{dtype.name}")
+def is_ready(dtype: DType, conversions: Iterable[tuple[DType, DType]] = ()) -> bool:
+    """Says whether `reduce` of this type, and these conversions, would begin at once, and not load or compile a kernel
+    before."""
+    return (dtype.name in _reductions or _code.has(f"reduce-{dtype.name}")) and all(
+        _code.has(f"convert-{source.name}-{target.name}") for source, target in conversions
+    )
 
 
 def statistics() -> dict[str, int]:

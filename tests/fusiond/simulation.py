@@ -85,7 +85,7 @@ class Node:
 
         self._job.deferred.append(later)
 
-    def has_kernels(self, dtype: DType) -> bool:
+    def has_kernels(self, dtype: DType, conversions: Sequence[tuple[DType, DType]]) -> bool:
         return self._job.has_kernels
 
     def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:

@@ -158,7 +158,7 @@ class Adasum(Exchange):
     def jobs(self, threads: int) -> Sequence[Job]:
         """A tensor is one job's, since nothing can be combined before all of it has been read."""
         in_place = len(self._sources) == 1 and self._value is self._sources[0] and self._scaler.prescale == 1.0
-        if in_place and self.port.nodes > 1 and not self._dtype.is_half:
+        if in_place and self.port.nodes > 1:
             return ()
         groups: list[list[tuple[int, int]]] = [[] for _ in range(min(threads, len(self._parts)))]
         filled = [0] * len(groups)
@@ -169,8 +169,6 @@ class Adasum(Exchange):
         return [partial(self._combine_local, group) for group in groups]
 
     def _combine_local(self, parts: Sequence[tuple[int, int]]) -> None:
-        if self._dtype.is_half:  # here, rather than when the event loop first needs them
-            cpu.prepare([], [(self._dtype, _FLOAT64), (_FLOAT64, self._dtype)])
         pairs, distances = tree(len(self._vectors))
         edges = [(i, i + pairs) for i in range(len(self._vectors) - pairs)]
         edges += [(i, i + distance) for distance in distances for i in range(0, pairs, 2 * distance)]

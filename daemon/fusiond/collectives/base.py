@@ -32,7 +32,7 @@ Job: TypeAlias = Callable[[], None]
 
 _TINY = 64  # elements up to which numpy beats the call of a kernel
 _NATIVE = ("float32", "float64")
-_INT64 = DTYPES["int64"]
+_INT64, _FLOAT64 = DTYPES["int64"], DTYPES["float64"]
 BITWISE = ("band", "bor", "bxor")  # ops, for integers and bool
 
 
@@ -113,6 +113,18 @@ class Reducer:
     def widens(self) -> bool:
         """True if partial results are wider than elements."""
         return self.divisor != 1 and not self.dtype.is_floating and self.dtype.itemsize < _INT64.itemsize
+
+    @cached_property
+    def conversions(self) -> tuple[tuple[DType, DType], ...]:
+        """The conversions that kernels make, as (from, to)."""
+        if self.op != "adasum" or not self.dtype.is_half:
+            return ()
+        return (self.dtype, _FLOAT64), (_FLOAT64, self.dtype)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if elements are combined as fast as memory is read."""
+        return self.op != "adasum" and not self.widens
 
     @cached_property
     def partial(self) -> DType:

@@ -33,8 +33,9 @@ class Effects(Protocol):
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         """Runs jobs outside the event loop, then `then` inside."""
 
-    def has_kernels(self, dtype: DType, /) -> bool:
-        """Returns whether arrays of this type can be reduced at once, and nothing has to be compiled before."""
+    def has_kernels(self, dtype: DType, conversions: Sequence[tuple[DType, DType]], /) -> bool:
+        """Returns whether arrays of this type can be reduced and converted so at once, and nothing has to be compiled
+        before."""
 
     def run_on_files(self, job: Job, then: Callable[[BaseException | None], None], /) -> None:
         """Runs a job that waits for a file system, for ever perhaps, then `then` inside the event loop."""

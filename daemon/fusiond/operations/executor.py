@@ -82,7 +82,7 @@ class Executor:
         self._trace = trace
         self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
         self._scratch = Scratch()
-        self._kernels: set[str] = set()  # names of types of which they are here
+        self._kernels: set[tuple[str, bool]] = set()  # those here: name of the type, and whether it is converted
         self.measured(CostModel(), CostModel().rounded(), {})
 
     def measured(self, cost: CostModel, route: CostModel, links: dict[tuple[int, int], CostModel]) -> None:
@@ -113,7 +113,7 @@ class Executor:
         compiles = self._kernels_for(recipe.reducer, recipe.layout.elements) if reduces else None
         port = self._open(operation)
         operation.exchange = collective_exchange(port, recipe, self._topology, local, outputs, rows, splits)
-        self._run(operation, operation.exchange, port, compiles)
+        self._run(operation, operation.exchange, port, recipe.reducer.is_plain or not reduces, compiles)
 
     def start_bucket(self, operation: Operation, state: PlanState, bucket: BucketState) -> None:
         """Starts the operation of a planned bucket.
@@ -173,7 +173,8 @@ class Executor:
             self._order(operation.members.nodes) if self._has_order else (),
         )  # fmt: skip
         operation.exchange = algorithm.exchange(work)
-        self._run(operation, operation.exchange, port, self._kernels_for(reducer, elements), first)
+        compiles = self._kernels_for(reducer, elements)
+        self._run(operation, operation.exchange, port, reducer.is_plain, compiles, first)
 
     def _combined(self, operation: Operation, local: Sequence[Contribution]) -> Contribution:
         """Returns the contribution in whose place that of the node is when the local part begins.
@@ -214,11 +215,13 @@ class Executor:
 
     def _kernels_for(self, reducer: Reducer, elements: int) -> Job | None:
         """Returns a job that loads or compiles the kernel of a reduction, in seconds perhaps; None if it is there."""
-        if reducer.dtype.name in self._kernels or not reducer.needs_kernel(elements):
+        dtype, conversions = reducer.partial, reducer.conversions
+        known = dtype.name, bool(conversions)
+        if known in self._kernels or not reducer.needs_kernel(elements):
             return None
-        if not self._outside.has_kernels(reducer.dtype):
-            return partial(cpu.prepare, [reducer.dtype])
-        self._kernels.add(reducer.dtype.name)
+        if not self._outside.has_kernels(dtype, conversions):
+            return partial(cpu.prepare, [dtype], conversions)
+        self._kernels.add(known)
         return None
 
     def _open(self, operation: Operation) -> FlowPort:
@@ -247,18 +250,20 @@ class Executor:
         operation: Operation,
         exchange: Exchange,
         port: FlowPort,
+        is_plain: bool,
         compiles: Job | None = None,
         first: Job | None = None,
     ) -> None:
         """Starts an operation's exchange, after its local part.
 
         Args:
+            is_plain: the local part takes little more than its memory does.
             compiles: is done before all else, and never by the event loop: it would send no heartbeats meanwhile.
             first: is done before the local part.
         """
         port.lends = exchange.lends
         nbytes: float = exchange.local_nbytes if operation.is_here else math.inf
-        small = nbytes <= (PLAIN_WORK if port.nodes == 1 else INLINE_WORK)
+        small = nbytes <= (PLAIN_WORK if is_plain and port.nodes == 1 else INLINE_WORK)
         nbytes = 0 if small else nbytes
         jobs = exchange.jobs(1 if small else operation.tuning.threads or self._settings.kernel_threads)
         if jobs or compiles is not None or first is not None or _reads(operation):

@@ -10,7 +10,9 @@ from typing import TypeAlias
 from fusiond.collectives.base import Job
 
 INLINE_WORK = 128 * 1024  # bytes; less is worked on at once, where a thread's hand-over would cost more
-PLAIN_WORK = 1024 * 1024  # bytes; of what is only added up or copied within a node, in a tenth of a millisecond
+PLAIN_WORK = (
+    1024 * 1024
+)  # bytes; of what is only combined (`Reducer.is_plain`) or copied within a node, in a tenth of a millisecond
 
 Act: TypeAlias = Callable[[], None]
 RunJobs: TypeAlias = Callable[[Sequence[Job], Callable[[BaseException | None], None]], None]

@@ -62,9 +62,22 @@ def test_everybody_gets_the_sum(layout: list[int], count: int, inline: bool, see
     job.nothing_is_left()
 
 
-@pytest.mark.parametrize(("layout", "elements", "woken"), [([2], 1 << 17, 0), ([2], 1 << 18, 1), ([2, 1], 1 << 17, 1)])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "op", "elements", "woken"),
+    [
+        ([2], "float32", "sum", 1 << 17, 0),
+        ([2], "float32", "sum", 1 << 18, 1),
+        ([2, 1], "float32", "sum", 1 << 17, 1),
+        ([2], "int8", "sum", 1 << 19, 0),
+        ([2], "int8", "average", 1 << 16, 0),
+        ([2], "int8", "average", 1 << 19, 1),
+        ([2], "int64", "average", 1 << 16, 0),
+        ([2], "float16", "adasum", 1 << 15, 0),
+        ([2], "float16", "adasum", 1 << 18, 1),
+    ],
+)
 def test_a_thread_is_woken_for_much_work_or_for_what_other_nodes_wait_for(
-    layout: list[int], elements: int, woken: int, monkeypatch: pytest.MonkeyPatch
+    layout: list[int], dtype: str, op: str, elements: int, woken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "PLAIN_WORK", thread_work.PLAIN_WORK)
     runs: list[int] = []
@@ -76,11 +89,14 @@ def test_a_thread_is_woken_for_much_work_or_for_what_other_nodes_wait_for(
 
     monkeypatch.setattr(Node, "run_jobs", counted)
     job = SimulatedJob(layout)
-    values = floats(job, (elements,))
-    handles = job.submit_all("x", allreduce(values[0]), values, 0, False)
-    results = [job.result(rank, handle) for rank, handle in enumerate(handles)]
-    np.testing.assert_array_equal(results, [np.sum(values, axis=0)] * job.size)
-    assert len(runs) == woken
+    values = [each.astype(dtype) for each in floats(job, (elements,))]
+    if op == "adasum":  # of equal ones it is what each is
+        values = [values[0]] * job.size
+    whole = np.sum(values, axis=0) if op == "sum" else np.trunc(np.mean(values, axis=0))
+    handles = job.submit_all("x", wire.Signature("allreduce", dtype, (elements,), op), values, 0, False)  # type: ignore[arg-type]
+    results = [job.result(rank, handle, dtype).view(dtype) for rank, handle in enumerate(handles)]
+    np.testing.assert_array_equal(results, [whole.astype(dtype)] * job.size)
+    assert bool(runs) == woken
 
 
 @pytest.mark.parametrize("inline", [thread_work.INLINE_WORK, 0])
@@ -102,7 +118,7 @@ def test_kernels_are_compiled_beside_the_event_loop_and_by_nobody_else(
         reduce(op, dtype, *arguments, **how)
 
     monkeypatch.setattr(cpu, "reduce", checked)
-    monkeypatch.setattr(cpu, "prepare", lambda dtypes: prepared.extend(dtype.name for dtype in dtypes))
+    monkeypatch.setattr(cpu, "prepare", lambda dtypes, _: prepared.extend(dtype.name for dtype in dtypes))
     job = SimulatedJob(layout)
     job.has_kernels = False
     values = floats(job, (100 * job.size,))
@@ -115,6 +131,51 @@ def test_kernels_are_compiled_beside_the_event_loop_and_by_nobody_else(
         mine = expected if kind == "allreduce" else np.split(expected, job.size)[rank]
         np.testing.assert_array_equal(job.result(rank, handle), mine)
     assert set(prepared) == {"float32"}
+    job.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "kernel"), [("float16", "adasum", "float64 to float16"), ("int8", "average", "int64")]
+)
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_what_other_kernels_need_is_compiled_beside_the_event_loop_too(
+    layout: list[int], dtype: str, op: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+    on_thread: list[bool] = []
+    reduce, convert, run = cpu.reduce, cpu.convert, Node.run_jobs
+
+    def run_jobs(self: Node, jobs: Sequence[Callable[[], None]], then: Callable[[BaseException | None], None]) -> None:
+        run(self, [partial(on_thread.append, True), *jobs, on_thread.pop], then)
+
+    def prepare(dtypes: Sequence[DType], conversions: Sequence[tuple[DType, DType]] = ()) -> None:
+        assert on_thread
+        prepared.extend(each.name for each in dtypes)
+        prepared.extend(f"{source.name} to {target.name}" for source, target in conversions)
+
+    def checked(op: str, dtype: DType, *arguments: Any, **how: Any) -> None:
+        assert dtype.name in prepared
+        reduce(op, dtype, *arguments, **how)
+
+    def checked_convert(source: Array, of: DType, target: Array, to: DType) -> None:
+        assert f"{of.name} to {to.name}" in prepared
+        convert(source, of, target, to)
+
+    monkeypatch.setattr(Node, "run_jobs", run_jobs)
+    monkeypatch.setattr(
+        Node, "has_kernels", lambda _, dtype, conversions=(): dtype.name == "float16" and not conversions
+    )
+    monkeypatch.setattr(cpu, "prepare", prepare)
+    monkeypatch.setattr(cpu, "reduce", checked)
+    monkeypatch.setattr(cpu, "convert", checked_convert)
+    job = SimulatedJob(layout)
+    values = [np.full(100, 6, dtype)] * job.size
+    signature = wire.Signature("allreduce", dtype, (100,), op)  # type: ignore[arg-type]
+    handles = [job.submit(rank, "x", signature, values[rank]) for rank in job.ranks]
+    job.settle()
+    for rank, handle in enumerate(handles):
+        np.testing.assert_array_equal(job.result(rank, handle, dtype).view(dtype), values[0])
+    assert kernel in prepared
     job.nothing_is_left()
 
 
