@@ -17,31 +17,33 @@ import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.common import launch
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results
+from benchmarks.common.results import Measure, Record
 
 WARM_UP, STEPS = 3, 12
-WAYS = ("commit", "update")
+NAME = "shard_mirrors"
+COMMIT, UPDATE = WAYS = ("commit", "update")
+_SETTING = ("algorithm", "optimizer", "hosts", "rate", "parameters")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.shard_mirrors",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="hosts (2)")
     parser.add_argument("--rate", default="1gbit", help="of each link (1gbit)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="jobs of each kind (5)")
     parser.add_argument("--parameters", type=int, default=25_000_000, metavar="N", help="parameters (25,000,000)")
     parser.add_argument("--algorithm", default="bsp", help="bsp, asp or ssp(staleness=4) (bsp)")
     parser.add_argument("--optimizer", default="Adam", choices=["Adam", "SGD"], help="SGD: with momentum (Adam)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    shared.add_out(parser)
+    shared.add_worker(parser)
     options = parser.parse_args(argv)
     if options.worker:
         _work(options)
         return 0
     from benchmarks.netlab import Netlab
 
+    here, date = results.begin()
     steps: dict[str, list[float]] = {way: [] for way in WAYS}
     own = ["-m", "benchmarks.shard_mirrors", "--worker", *argv]
     for turn in range(options.rounds):
@@ -53,6 +55,10 @@ def main(argv: Sequence[str]) -> int:
         told = ", ".join(f"{way} {steps[way][-1]:.3f} s" for way in WAYS)
         spread = f"median so far {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"round {turn + 1}: a step with mirrors by {told}; ratio {ratios[-1]:.2f}, {spread}", flush=True)
+    if options.out:
+        setting: results.Setting = {name: vars(options)[name] for name in _SETTING}
+        measures = [Measure("a step", "s", {way: results.rounded(row) for way, row in steps.items()}, COMMIT)]
+        results.keep(options.out, NAME, Record(setting, measures, here, date, results.command_line()))
     return 0
 
 

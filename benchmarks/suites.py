@@ -92,6 +92,10 @@ SUITES = {
         (_part("--overlap --priority --compute 0.1 --steps 2 --rounds 2"),),
         "step",
     ),
+    "shard_mirrors": Suite(
+        "what mirrors of parameter shards cost that are told of each update", 3,
+        (_lab(""),), (_lab("--parameters 100000 --rounds 1"),),
+    ),
     "topk": Suite(
         "selection of the largest elements, beside torch.topk", 2,
         (_part(""),), (_part("--elements 1000000 --rounds 3"),),

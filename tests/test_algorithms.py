@@ -141,7 +141,7 @@ def test_what_cannot_be_chosen_is_refused_with_a_sentence(text: str, why: str) -
     [
         ("softsync(contributions=5)", 4, AlgorithmError, "waits for 5 contributions, and there are 4 ranks"),
         ("partial(backup=4)", 4, AlgorithmError, "there are 4 ranks, and 4 are backups"),
-        ("partial", 1, AlgorithmError, "would wait for nobody"),
+        ("partial", 1, AlgorithmError, "would wait for no rank"),
         ("dpsgd(topology='rong')", 4, MixingError, "did you mean 'ring'?"),
         ("dpsgd(topology='hypercube')", 6, MixingError, "a hypercube has"),
         ("adpsgd(topology='hypercube')", 3, MixingError, "a hypercube has"),
@@ -189,7 +189,7 @@ def test_which_codec_goes_with_which_algorithm(name: str, codec: str) -> None:
     elif codec == "powersgd" and kind.place is not Place.NOWHERE:
         assert "all-reduces its factors" in why
     elif name == "choco":
-        assert ("leaves nothing out" in why) == (not CODECS[codec].stateful)
+        assert ("selects nothing" in why) == (not CODECS[codec].stateful)
     elif kind.signal in (Signal.PARAMETER, Signal.CONSENSUS) and CODECS[codec].stateful:
         assert "would leave out most" in why
     else:
@@ -205,5 +205,5 @@ def test_only_allreduce_combines_other_than_by_means(name: str, op: str) -> None
 
 
 def test_a_use_is_checked_for_the_number_of_ranks() -> None:
-    assert "would wait for nobody" in refusal("partial", "dense", ranks=1)
+    assert "would wait for no rank" in refusal("partial", "dense", ranks=1)
     assert not refusal("partial", "dense", ranks=2)

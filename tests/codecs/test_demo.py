@@ -228,7 +228,7 @@ def test_what_a_peer_sends_is_checked() -> None:
     codec = opened("demo(minimum=0)")
     payload, out = bytes(codec.encode(0, gradient(1))), np.empty(layout().elements, np.float32)
     for wrong in (b"", payload[:-1], payload[:8], bytes(1 << 20)):
-        with pytest.raises(CodecError, match="a peer sent what is no selection"):
+        with pytest.raises(CodecError, match="a peer sent an invalid selection"):
             codec.decode(0, wrong, out)
     with pytest.raises(CodecError, match="cannot decode parts of a bucket"):
         codec.decode(0, payload, out[:-1])

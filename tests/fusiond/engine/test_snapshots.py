@@ -110,7 +110,7 @@ def test_nodes_that_have_no_snapshot_in_common_do_not_begin(tmp_path: Path) -> N
     sentences = [node.failure for node in job.nodes if node.failure]
     assert len(sentences) == 1
     assert "that all hosts with shards have: rank 0 (host host0) has " in sentences[0]
-    assert "rank 1 (host host1) has none; bring back what is missing" in sentences[0]
+    assert "rank 1 (host host1) has none; restore the missing ones" in sentences[0]
 
 
 def test_a_job_without_a_snapshot_begins_with_the_first_rank(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_daemon_that_stood_still_is_fenced_when_it_goes_on(daemons: MakeDaemon
     assert status["mesh"]["peers"][0]["received_chunks"] == received
     assert workers.steps[0] == steps
     assert re.fullmatch(r"node 1 \(host host1\) is lost: its daemon has been silent for [0-9.]+ s", workers.errors[0])
-    assert workers.errors[1].startswith("node 0 (host host0) is lost: it has given this node up")
+    assert workers.errors[1].startswith("node 0 (host host0) is lost: it has declared this node dead")
     assert workers.wrong == []
 
 

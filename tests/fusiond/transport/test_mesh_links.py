@@ -282,7 +282,7 @@ def test_a_key_that_was_forbidden_is_refused_and_its_owner_told(two: Two) -> Non
     first.mesh._reception.gate.forbid(first.mesh._peers[1].id)
     assert two.proxies[2].reset() > 0
     two.until(lambda: second.lost)
-    assert second.lost[0].startswith("it refuses this node's key: it has given this node up")
+    assert second.lost[0].startswith("it refuses this node's key: it has declared this node dead")
     assert first.mesh.statistics()["refused"] == 1
 
 

@@ -213,7 +213,7 @@ def test_a_profile_is_put_where_it_was(
 
 def test_the_rank_of_a_profile_may_be_said(truth: tuple[Path, Truth], trace: JobTrace, tmp_path: Path) -> None:
     path = profile(tmp_path, 4711, START, None)
-    with pytest.raises(TraceError, match="cannot be told by the ids of processes"):
+    with pytest.raises(TraceError, match="cannot be found by the ids of its processes"):
         list(torch_profiles.merged(trace, str(path), 0, {}))
     with pytest.raises(TraceError, match="no ring of rank 9"):
         list(torch_profiles.merged(trace, f"9={path}", 0, {}))

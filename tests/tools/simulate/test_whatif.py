@@ -351,7 +351,7 @@ def test_what_cannot_be_simulated_is_said(record: Record, tmp_path: Path) -> Non
         (Change(nodes=0), "cannot be replayed"),
         (Change(density=2.0), "not above 0"),
         (Change(density=0.5, codec="fp16"), "give one of them"),
-        (Change(algorithm="partial(backup=7)"), "wait for nobody"),
+        (Change(algorithm="partial(backup=7)"), "wait for no rank"),
         (Change(algorithm="no_such"), "no_such"),
     ):
         with pytest.raises(FusionError, match=words):

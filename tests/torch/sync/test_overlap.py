@@ -260,7 +260,7 @@ def test_gradients_under_way_are_not_to_be_replaced_or_added_to() -> None:
         optimizer.zero_grad()
         loss_of(model, my_batch(3)).backward()
         taken = model[0].weight.grad
-        with pytest.raises(ValueError, match=rf"overlap='{overlap}' takes one backward pass before step\(\)"):
+        with pytest.raises(ValueError, match=rf"overlap='{overlap}' allows one backward pass before step\(\)"):
             loss_of(model, my_batch(3)).backward()
         if overlap == "forward":
             with pytest.raises(AssertionError, match="race condition"):
