@@ -151,6 +151,23 @@ class Collective(Submission):
         seconds: float = 0.0,
     ) -> None:
         super().__init__(outputs)
+        try:
+            self._submit(here, signature, inputs, outputs, in_place, splits, receives, seconds)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _submit(
+        self,
+        here: Runtime,
+        signature: wire.Signature,
+        inputs: Sequence[torch.Tensor] | None,
+        outputs: Sequence[torch.Tensor],
+        in_place: bool,
+        splits: tuple[int, ...],
+        receives: tuple[int, ...],
+        seconds: float,
+    ) -> None:
         inline = place = into = None
         large = not in_place and _nbytes_of(outputs) > wire.MAX_INLINE
         if large:
@@ -176,22 +193,18 @@ class Collective(Submission):
             given = self._memory  # has to stay until the operation has ended
             into = self._staged(here, _nbytes_of(outputs), ())
             self._given = given
-        try:
-            here.client.submit(
-                None,
-                signature,
-                inline=inline,
-                place=place,
-                splits=splits,
-                receives=receives,
-                into=into,
-                seconds=seconds,
-                release=self._ended,
-                keeps=(inputs, outputs),
-            )
-        except BaseException:
-            self._give_up()
-            raise
+        here.client.submit(
+            None,
+            signature,
+            inline=inline,
+            place=place,
+            splits=splits,
+            receives=receives,
+            into=into,
+            seconds=seconds,
+            release=self._ended,
+            keeps=(inputs, outputs),
+        )
 
 
 class SentMessage(Submission):

@@ -76,8 +76,9 @@ class Runtime:
         return f"optimizer.{self._groups[process_set]}"
 
     def collect(self) -> None:
-        """Releases memory that nobody uses any more: segments of plans, and memory that results were copied from."""
+        """Releases memory that nobody uses any more: of plans, of tensors that were adopted, and where results were."""
         device.layer.sweep()
+        self.client.adoptions.sweep()
         while self.retired:
             self.client.arena.drop_segment(self.retired.popleft())
 
