@@ -13,7 +13,7 @@ What makes that safe:
   each use the storage is asked where it is, and then the kernel, whether the segment still is there.
 - A forked child has to get a copy of what its parent has, and not to share it. So before a fork all that is adopted is
   mapped privately, which changes no contents, and loses nothing that another thread writes meanwhile. Pages that the
-  daemon is about to write a result into stay as they are; there the child does so, and the parent with the result.
+  daemon is about to write a result into stay as they are; there the child does so, and the parent at the next occasion.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Adopted:
         first, last: addresses between which its whole pages are.
         start: address to which the beginning of the segment belongs.
         shared: addresses from and to which pages are the segment's, and where they begin in it. Less than from first to
-            last only after a fork while the daemon writes into a part of it, until that is over.
+            last only after a fork while the daemon writes into a part of it; then it is used no more.
         segment: its id.
         view: address of all of the segment, once more.
         descriptor, inode: of the segment.
@@ -383,9 +383,7 @@ class Adoptions:
         """An operation does not use it any more."""
         with self._lock:
             self._count_out(adopted, written)
-            if not adopted.is_dropped and not adopted.writes and not adopted.is_whole:
-                self._privatise([adopted])
-            elif adopted.is_dropped and not adopted.is_busy and self._wanted:
+            if adopted.is_dropped and not adopted.is_busy and self._wanted:
                 self._retired.append(adopted.segment)
 
     def _count_out(self, adopted: _Adopted, written: Span | None) -> None:

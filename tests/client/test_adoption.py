@@ -484,7 +484,9 @@ def test_what_nobody_else_holds_becomes_ordinary_memory(adoptions: Adoptions, me
     memory.unused = True
     adoptions.sweep()
     assert not other.dropped
+    other.bytes_at(use, memory.nbytes)[:] = pattern(6, memory.nbytes)
     use.end(True)
+    assert memory.has(6)
     adoptions.sweep()
     assert other.dropped == [1]
     assert adoptions.use(*memory.where(), True) is None
