@@ -174,10 +174,16 @@ def goals(found: All) -> str:
         verdict = "met" if met == len(reached) else "missed" if not met else f"missed in {len(reached) - met}"
         table.add(goal, asked, f"{spread}{unit}", verdict)
 
-    def times(setting: Mapping[str, object], contender: str, least: int, most: int) -> list[float]:
-        chosen = [each for each in records(found, "allreduce") if setting.items() <= each.setting.items()]
+    def times(
+        setting: Mapping[str, object], contender: str, least: int, most: int, suite: str = "allreduce"
+    ) -> list[float]:
+        chosen = [each for each in records(found, suite) if setting.items() <= each.setting.items()]
         pairs = [each.samples for record in chosen for each in record.measures if least <= int(each.name) <= most]
         return [ratio(samples[allreduce.GLOO], samples[contender]).value for samples in pairs]
+
+    def backend(goal: str, asked: float, least: int, most: int, **setting: object) -> None:
+        reached = times({"operation": "all_reduce", **setting}, "fusion", least, most, "backend")
+        row(f"torch.distributed, {goal}: gloo / fusion", str(asked), reached, lambda each: each >= asked)
 
     pair: dict[str, object] = {"hosts": 1, "ranks": 2}
     row("4 B, 2 ranks on one host: gloo / fusion_rt", "5", times(pair, allreduce.ARENA, 4, 4), lambda each: each >= 5)
@@ -191,6 +197,16 @@ def goals(found: All) -> str:
         1e3 * median(record.measure(step.PARTS["python"]).samples[step.OURS]) for record in records(found, "step")
     ]
     row("Python in a worker, a step of 161 tensors", "2 ms", python, lambda each: each <= 2, " ms")
+    backend("4 B, 2 and 4 ranks on one host", 2.0, 4, 4, hosts=1)
+    backend("4 to 102.4 MB, 2 ranks on one host", 6.0, 4 << 20, 1 << 40, hosts=1, ranks=2)
+    backend("25.6 MB, 4 ranks on one host", 7.0, 4 << 20, 1 << 40, hosts=1, ranks=4)
+    backend("25.6 MB, 2 hosts with 4 ranks", 1.5, 4 << 20, 1 << 40, hosts=2, ranks=4)
+    for record in records(found, "backend_step"):
+        if record.setting["model"] in ("ddp", "fsdp2"):
+            samples = record.measures[0].samples
+            reached = [ratio(samples[allreduce.GLOO], samples["fusion"]).value]
+            model = str(record.setting["model"]).upper()
+            row(f"a step of {model}, one host: gloo / fusion", "2.0", reached, lambda each: each >= 2)
     return table.markdown()
 
 
