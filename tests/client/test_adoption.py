@@ -454,15 +454,15 @@ def test_descriptors_are_opened_for_what_is_adopted_only(memory: Memory) -> None
     assert descriptors() == before
 
 
-def test_seeded_steps_of_a_script_change_no_values() -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_seeded_steps_of_a_script_change_no_values(adoptions: Adoptions, seed: int) -> None:
     """In a process of its own: it changes how malloc behaves."""
-    for seed in (1, 2):
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.client.adoption_stress", str(seed), "350"],
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert run.stdout.startswith("ok "), run.stdout
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.client.adoption_stress", str(seed), "250"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert int(run.stdout) > 20, "hardly anything was adopted"
 
 
 def test_memory_that_was_freed_is_not_shared_with_children(adoptions: Adoptions, memory: Memory) -> None:
