@@ -152,6 +152,8 @@ def DistributedOptimizer(
     wrapped = wrap(optimizer, names, together, options, make)
     wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
     wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
+    if overlap != "none":
+        wrapped.synchronize_parameters = wrapped._sync.when.finish  # also with one rank, where nothing is late
     return wrapped
 
 

@@ -229,7 +229,7 @@ def test_a_restored_training_goes_on_bit_by_bit() -> None:
 def test_what_makes_no_sense_is_refused_by_a_sentence() -> None:
     with process_group():
         mesh = mesh_of_all()
-        with pytest.raises(ValueError, match="fully_shard was applied to"):
+        with pytest.raises(ValueError, match="apply that first"):
             fully_shard_in_arena(make_model())
         with pytest.raises(ValueError, match=r"two dimensions.*without a codec"):
             ReplicatedShards(sharded(mesh), TOPK, mesh["replicate"])

@@ -804,3 +804,23 @@ def test_buckets_that_the_next_forward_pass_needs_first_are_the_most_urgent() ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSION_PRIORITY", "0")
         assert {bucket.urgency for bucket in buckets_of("forward")[1]} == {0}
+
+
+@on_ranks
+def test_a_set_of_one_rank_has_the_same_methods_and_nothing_is_late() -> None:
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), overlap="forward", process_set=sets[hvd.rank()]
+    )
+    plain = sgd(reference.parameters())
+    for step in range(2):
+        for trained, of in ((optimizer, model), (plain, reference)):
+            trained.zero_grad()
+            loss_of(of, my_batch(step)).backward()
+            trained.step()
+        optimizer.synchronize_parameters()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(parameter, expected)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
