@@ -27,7 +27,9 @@ COMMIT, UPDATE = WAYS = ("commit", "update")
 _SETTING = ("algorithm", "optimizer", "hosts", "rate", "parameters")
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what the command line asks for."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = shared.parser(NAME, __doc__)
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="hosts (2)")
     parser.add_argument("--rate", default="1gbit", help="of each link (1gbit)")
@@ -108,4 +110,4 @@ def _work(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
