@@ -113,6 +113,7 @@ while True:
 """
 
 
+@pytest.mark.timeout(480)
 def test_a_thousand_connections_of_strangers_leave_the_job_its_descriptors(daemons: MakeDaemons) -> None:
     """They come again whenever they are thrown out, from several hosts, and say nothing."""
     job = daemons(1, 1, FUSION_HEARTBEAT_TIMEOUT="60s").start()
@@ -129,7 +130,7 @@ def test_a_thousand_connections_of_strangers_leave_the_job_its_descriptors(daemo
         try:
             assert crowd.stdout is not None
             assert int(crowd.stdout.readline()) >= 1000
-            deadline = time.monotonic() + TIMEOUT_S
+            deadline = time.monotonic() + 4 * TIMEOUT_S  # two cores take ten seconds to a minute and more for it
             while descriptors(process) > most:
                 assert time.monotonic() < deadline, (descriptors(process), most)
             workers.go_on()
