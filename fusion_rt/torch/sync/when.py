@@ -35,7 +35,7 @@ class Outcome(enum.Enum):
 
 
 class ShardClock(NamedTuple):
-    """How far a rank has come at the shards of a plan.
+    """Records the last clock that a rank has all answers of, at the shards of a plan.
 
     Attributes:
         epoch, plan: the membership epoch, and the id, of the plan; 0: there was none yet.

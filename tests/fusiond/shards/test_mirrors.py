@@ -67,7 +67,7 @@ def lose(workers: Workers) -> None:
 
 
 def recalled(workers: Workers, nodes: Iterable[int], clock: int) -> dict[int, list[State]]:
-    """What is known on these nodes of each bucket."""
+    """Returns all states of each bucket that these nodes have kept."""
     found: dict[int, list[State]] = {bucket.index: [] for bucket in workers.plan.buckets}
     for node in nodes:
         got: list[dict[str, Array]] = []

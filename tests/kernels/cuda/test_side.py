@@ -297,7 +297,7 @@ def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
 
 
 def steps_of(recorder: Recorder, selector: SideSelector, gradients: list[Any]) -> list[list[str]]:
-    """What each step calls in between waiting for the gradient and the event after it."""
+    """Returns the calls of each step between the wait for its gradient and the event after it."""
     queued = []
     for gradient in gradients:
         recorder.calls.clear()

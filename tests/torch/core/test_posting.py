@@ -1,4 +1,4 @@
-"""What has been copied is submitted by a thread, in order, or by whoever waits for all of it."""
+"""A thread, or whoever waits for all of it, submits copied buckets in order."""
 
 from __future__ import annotations
 
