@@ -16,10 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from benchmarks.common import arguments as shared
 from benchmarks.common import launch, results
 from benchmarks.common.results import Measure, Record
+
+if TYPE_CHECKING:
+    from benchmarks.netlab import Netlab
 
 WARM_UP, STEPS = 3, 12
 NAME = "shard_mirrors"
@@ -64,13 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _on_elastic(lab: object, own: Sequence[str], variables: dict[str, str]) -> float:
+def _on_elastic(lab: Netlab, own: Sequence[str], variables: dict[str, str]) -> float:
     """Returns the median of a step in an elastic job (s)."""
-    hosts, agent = lab.hosts, lab.agent  # type: ignore[attr-defined]
-    names = ",".join(f"{host.name}:1" for host in hosts)
-    size = str(len(hosts))
+    names = ",".join(f"{host.name}:1" for host in lab.hosts)
+    size = str(len(lab.hosts))
     command = [sys.executable, "-m", "fusion_rt.runner", "-np", size, "--min-np", size, "-H", names]
-    command += ["--rsh-agent", agent, "--network-interface", "eth0", sys.executable, *own]
+    command += ["--rsh-agent", lab.agent, "--network-interface", "eth0", sys.executable, *own]
     environment = {**os.environ, "FUSION_ENCRYPTION": "control", "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     (told,) = (line.split(launch.MARK, 1)[1] for line in run.stdout.splitlines() if launch.MARK in line)

@@ -10,9 +10,8 @@ from typing import TypeAlias
 from fusiond.collectives.base import Job
 
 INLINE_WORK = 128 * 1024  # bytes; less is worked on at once, where a thread's hand-over would cost more
-PLAIN_WORK = (
-    1024 * 1024
-)  # bytes; of what is only combined (`Reducer.is_plain`) or copied within a node, in a tenth of a millisecond
+# Bytes; of data that is only combined (`Reducer.is_plain`) or copied within a node, in a tenth of a millisecond.
+PLAIN_WORK = 1024 * 1024
 
 Act: TypeAlias = Callable[[], None]
 RunJobs: TypeAlias = Callable[[Sequence[Job], Callable[[BaseException | None], None]], None]
