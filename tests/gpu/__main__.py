@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
+        faulthandler.dump_traceback_later(0.9 * CASES[options.one].seconds)  # where it hangs, before it is ended
         print(_ANSWER + json.dumps(CASES[options.one].run(options.device)), flush=True)
         return 0
     names = options.cases.split(",")

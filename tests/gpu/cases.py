@@ -374,7 +374,7 @@ CASES = {
     "selection": Case(selection, 120, anywhere=True),
     "topk": Case(topk, 60),
     "memory": Case(memory, 60),
-    "nccl": Case(nccl, 90),
+    "nccl": Case(nccl, 45),
     "combined": Case(combined, 90, anywhere=True),
     "killed": Case(killed, 90, anywhere=True),
     "overlap": Case(overlap, 60),

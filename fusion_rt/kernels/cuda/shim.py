@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba.cuda
+import numpy
 
 cuda: Any = numba.cuda
 
@@ -37,6 +38,10 @@ if SIMULATED:
         return lambda *arguments: kernel[blocks, threads, stream](*arguments)  # it remembers the last grid only
 
 else:
+    try:
+        importlib.import_module("numba.cuda.cudaimpl")  # or the first kernel would fail, in the midst of a step
+    except AttributeError as error:
+        raise ImportError(f"this version of numba-cuda does not work with NumPy {numpy.__version__}: {error}") from error
     libdevice: Any = importlib.import_module("numba.cuda.libdevice")
     multiply, bits_of = libdevice.fmul_rn, libdevice.float_as_int
 

@@ -117,6 +117,22 @@ def _store(path: str, size: int) -> Any:
     return dist.FileStore(path, size)  # type: ignore[attr-defined]
 
 
+def _meet(store: Any, rank: int, size: int, limit: float) -> None:
+    """Waits until all ranks have come. NCCL would wait for those that do not come for ever, in calls that nobody can
+    end.
+
+    Raises:
+        RuntimeError: some have not come within `limit` seconds.
+    """
+    store.set(f"here/{rank}", "")
+    deadline = time.monotonic() + limit
+    for other in range(size):
+        try:
+            store.wait([f"here/{other}"], _delta(deadline - time.monotonic(), least=_POLL))
+        except RuntimeError as error:
+            raise RuntimeError(f"position {other} of {size} did not come within {limit:g} s") from error
+
+
 def _leave_store(store: Any) -> None:
     """Has nobody wait long for the file, which one rank removes when it leaves: torch would, for five minutes."""
     store.set_timeout(timedelta(seconds=1))
@@ -213,6 +229,7 @@ class GlooGroup(Group):
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
         file = _store(store, size)
+        _meet(file, rank, size, start)
         self._group, self._rank = _gloo(file, rank, size, device, limit), rank
         self.try_out(rank, size, device, start)
         _leave_store(file)
@@ -255,6 +272,7 @@ class NcclGroup(Group):
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
         with torch.cuda.device(device), _environment(_WATCHED_HERE):
             file = _store(store, size)
+            _meet(file, rank, size, start)
             self._group = _nccl(file, rank, size, device, limit)
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._works: dict[int, Any] = {}  # the latest, by address of the tensor
@@ -294,8 +312,8 @@ class NcclGroup(Group):
         end_group(self._group)
 
 
-def _delta(seconds: float) -> timedelta:
-    return timedelta(seconds=min(max(seconds, 1.0), _FOREVER))
+def _delta(seconds: float, least: float = 1.0) -> timedelta:
+    return timedelta(seconds=min(max(seconds, least), _FOREVER))
 
 
 @contextlib.contextmanager

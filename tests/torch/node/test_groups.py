@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusion_rt.torch.node.groups import NcclGroup
+from fusion_rt.torch.node.groups import GlooGroup, Group, NcclGroup
 from tests.torch.cuda_fake.nccl import FakeWork
 from tests.torch.cuda_fake.streams import FakeStream, Marker
 from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
@@ -87,10 +87,23 @@ def test_the_trial_adds_up_what_the_ranks_have(tmp_path: Path) -> None:
 
 def test_a_trial_that_never_ends_is_given_up_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeNccl, "hangs", True)
+    store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
     for rank in (0, 1):
+        store.set(f"here/{1 - rank}", "")
         with fake_cuda(0), pytest.raises(RuntimeError, match=r"a reduction has taken more than 0\.05 s"):
             NcclGroup(str(tmp_path / "store"), rank, 2, GPU, 0.05, 30.0)
     assert FakeNccl.aborted == 2
+
+
+@pytest.mark.parametrize("kind", [NcclGroup, GlooGroup])
+def test_nothing_is_connected_before_all_ranks_have_come(
+    kind: type[Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for those that do not come in calls that nobody can end."""
+    monkeypatch.setattr(FakeNccl, "__init__", lambda *arguments: pytest.fail("it was made"))
+    where = GPU if kind is NcclGroup else torch.device("cpu")
+    with fake_cuda(0), pytest.raises(RuntimeError, match=r"position 1 of 2 did not come within 0\.05 s"):
+        kind(str(tmp_path / "store"), 0, 2, where, 0.05, 30.0)  # type: ignore[call-arg]
 
 
 def test_nobody_waits_long_for_the_file_that_another_rank_has_removed(
