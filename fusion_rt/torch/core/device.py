@@ -51,9 +51,9 @@ class Copying:
 
     def linger(self, seconds: float) -> None:
         """Waits until they may have been made, or for a while. Any thread may call it: it changes nothing."""
-        if self.events:
-            self.wait()
-        else:
+        for event in self.events:  # not `wait`, which may end something
+            event.synchronize()
+        if not self.events:
             time.sleep(seconds)
 
     def precede(self) -> None:
