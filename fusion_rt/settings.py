@@ -115,7 +115,7 @@ class Settings:
     gpu_selection: str = _row(
         "off", FUSION, "Selection of gradients on their GPU, by a worker that contributes alone for its node, so "
         "that only the selection is copied to the host: auto (where it is possible, with fusion_rt[cuda12] or "
-        "[cuda13]) or off. It has never run on a GPU.",
+        "[cuda13]) or off. It has run on one GPU only.",
         variable="FUSION_GPU_SELECTION", choices=("auto", "off"))
     dense_route: str = _row(
         "auto", FUSION, "All-reduce between nodes where no codec selects: ring, doubling (recursive; of buckets up "
@@ -242,7 +242,7 @@ class Settings:
     node_reduction: str = _row(
         "daemon", FUSION, "Place where gradients, and tensors of torch.distributed, of a host's ranks are combined: "
         "daemon (in the host's memory), nccl (on its GPUs, before the daemon has them), auto (nccl where each rank has "
-        "a GPU of its own), or gloo (for tests of nccl's way without GPUs). nccl has never run on a GPU.",
+        "a GPU of its own), or gloo (for tests of nccl's way without GPUs). nccl has never run on several GPUs.",
         variable="FUSION_NODE_REDUCTION", choices=("auto", "nccl", "gloo", "daemon"))
     ports: range = _row(
         range(0), DAEMON, "Range of ports on which daemons listen, and rank 0 where it serves a store, for a "

@@ -6,7 +6,7 @@ beside training. Importing this package loads none of them, and only `fusion_rt.
 is for workers that have a GPU. It comes from the package `numba-cuda`, which the extras `fusion_rt[cuda12]` and
 `[cuda13]` install.
 
-None of this has run on a GPU. The tests run the functions in Numba's simulator, which has no warps, and compile all
-kernels to PTX, those with warps too, where NVIDIA's compiler is installed. What `side.TorchLayer` asks of torch is only
-checked with substitutes. How long anything takes is not known.
+The tests run the functions in Numba's simulator, which has no warps, and compile all kernels to PTX, those with warps
+too, where NVIDIA's compiler is installed. What `side.TorchLayer` asks of torch is checked there with substitutes only.
+`python -m tests.gpu` runs all of it on a GPU; docs/benchmarks.md has what was found and measured on one.
 """

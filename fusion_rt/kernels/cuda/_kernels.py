@@ -21,13 +21,16 @@ import numpy as np
 
 from fusion_rt.kernels.cuda.shim import bits_of, cuda, multiply
 
-THRESHOLD = 0  # digits of the magnitude of the smallest to take, as far as known
-LEFT = 1  # how many to take of those that have these digits
-FLOOR = 2  # the magnitude from which elements are collected
-COLLECTED, SELECTED = 3, 4  # how many elements were
+THRESHOLD = 0  # the least magnitude that the smallest to take can have
+WIDTH = 1  # it is less than 2 ** WIDTH above that; 0: it is that
+LEFT = 2  # how many to take that are less than 2 ** WIDTH above it
+FLOOR = 3  # the magnitude from which elements are collected
+COLLECTED = 4  # how many were
 SPOILED = 5  # 1 where a part of the gradient could not be added, since the last `take`
 EXPECTED = 6  # a magnitude that as many are expected to reach in the next step; 0: none is known
-STATE = 7
+SLACK = 7  # by how much that is less than the last threshold
+ENDED = 8  # `take` has taken all: 1 the first time, 2 the second
+STATE = 9
 
 FIRST, END = 0, 1  # parts of the group
 BLOCKS = 2  # how many work for it
@@ -38,25 +41,29 @@ AT_LEAST = 7  # that threshold; `EXPECTED_ONE`: the one in `state`, or, where th
 PLAN = 8
 EXPECTED_ONE = -1
 
-HEADER = 4  # words before the indices in what `take` writes: selected, threshold, collected, spoiled
-BINS = 2048
+ARRIVED, REACHED, LISTED = range(3)  # blocks; elements that they have collected, and that are on the list
+TICKET = 3
+
+HEADER = 4  # words before the indices in what `take` writes: selected, threshold, expected, spoiled
+OPEN = -1  # instead of how many are selected: nothing is, since the threshold has to be found first
+LIST = 2048  # elements of a group within 2 ** DIGIT of its threshold, at most
+DIGIT = 11  # bits
+BINS = 1 << DIGIT
 MAGNITUDE_BITS = 31
-DIGITS = ((20, 11, MAGNITUDE_BITS), (10, 10, 20), (0, 10, 10))  # (shift, bits, shift of the one before)
-COARSE = DIGITS[0][0]
+COARSE = MAGNITUDE_BITS - DIGIT
+PASSES = 3  # digits of a magnitude
 
 NO_GRADIENT, PLAIN, MOMENTUM, NESTEROV = range(4)
 
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
-_LOWER = 1275068  # in units of the last place, about a tenth of a number
+_INDEX = 0x7FFFFFFF  # what is masked by it is not negative, as the compiler sees then, which counts from no end
+_MOST_SLACK = 1275068  # in units of the last place, about a tenth of a number
+_LEAST_SLACK = _MOST_SLACK // 16
+_WIDE = COARSE + 1  # bits
+_SPARE = 64  # so few more than wanted are no reason to expect more, or fewer
 _ITEMS = 4  # elements that a thread has on their way at once
 _ALL_LANES = 0xFFFFFFFF
 _WARP = 32
-
-
-def expected(threshold: int, collected: int, k: int) -> int:
-    """The magnitude that `k` elements are expected to reach in the next step: about 0.9 of the last threshold; 0, where
-    fewer have reached what was expected last. The host computes what the device does, bit by bit: so without floats."""
-    return max(1, threshold - _LOWER) if collected >= k and threshold < _INFINITE else 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,6 @@ class Kernels:
     collect: Any
     count: Any
     place: Any
-    scan: Any
     take: Any
     gather: Any
     put: Any
@@ -81,7 +87,7 @@ def build(threads: int, warps: bool) -> Kernels:
     warps: whether a warp is a team; the simulator has no instructions for this.
     """
     width = _WARP if warps else threads
-    tile = width * _ITEMS
+    teams, tile = threads // width, width * _ITEMS
     device = cuda.jit(device=True)
 
     if warps:
@@ -93,6 +99,11 @@ def build(threads: int, warps: bool) -> Kernels:
             hits = cuda.ballot_sync(_ALL_LANES, flag)
             before = hits & ((1 << cuda.laneid) - 1)
             return cuda.popc(np.uint32(before)), cuda.popc(np.uint32(hits))
+
+        @device
+        def some(flag):  # type: ignore[no-untyped-def]
+            """Says whether a thread of the team has the flag. All of them have to call this."""
+            return cuda.any_sync(_ALL_LANES, flag)
 
     else:
 
@@ -109,6 +120,10 @@ def build(threads: int, warps: bool) -> Kernels:
                     before += flags[thread]
                 cuda.syncthreads()
             return before, total
+
+        @device
+        def some(flag):  # type: ignore[no-untyped-def]
+            return cuda.syncthreads_or(np.int32(flag))
 
     @device
     def finite(value):  # type: ignore[no-untyped-def]
@@ -134,31 +149,55 @@ def build(threads: int, warps: bool) -> Kernels:
         return value
 
     @device
+    def add_whole(residual, gradient, factor, first, values, group, state):  # type: ignore[no-untyped-def]
+        """Adds to the elements of this thread in a tile that is whole, without a velocity. All are read before the
+        first is written, so that they are on their way together; this is most of what a selection does."""
+        steps = cuda.local.array(_ITEMS, np.float32)
+        i = (first + cuda.threadIdx.x % width) & _INDEX
+        for item in range(_ITEMS):
+            values[item] = residual[i + item * width]
+        for item in range(_ITEMS):
+            steps[item] = gradient[i + item * width]
+        fine = True
+        for item in range(_ITEMS):
+            steps[item] = values[item] + multiply(steps[item], factor)
+            fine = fine and finite(steps[item])
+        if fine:
+            for item in range(_ITEMS):
+                values[item] = steps[item]
+                residual[i + item * width] = steps[item]
+        else:
+            state[group, SPOILED] = 1
+            for item in range(_ITEMS):
+                if finite(steps[item]):
+                    values[item] = steps[item]
+                    residual[i + item * width] = steps[item]
+
+    @device
     def load(  # type: ignore[no-untyped-def]
         residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state
     ):
-        """The elements of this thread in the tile that begins at `first`, after addition; 0 beyond the end. All are
-        read before the first is written, so that they are on their way together."""
-        steps = cuda.local.array(_ITEMS, np.float32)
+        """The elements of this thread in the tile that begins at `first`, after addition; 0 beyond the end."""
+        if rule == PLAIN and first + tile <= end:
+            add_whole(residual, gradient, factor, first, values, group, state)
+            return
         lane = cuda.threadIdx.x % width
         for item in range(_ITEMS):
-            i = first + item * width + lane
+            i = (first + item * width + lane) & _INDEX
             values[item] = residual[i] if i < end else np.float32(0)
         if rule == PLAIN:
             for item in range(_ITEMS):
-                i = first + item * width + lane
-                steps[item] = multiply(gradient[i], factor) if i < end else np.float32(0)
-            for item in range(_ITEMS):
-                i = first + item * width + lane
+                i = (first + item * width + lane) & _INDEX
                 if i < end:
-                    if finite(values[item] + steps[item]):
-                        values[item] += steps[item]
-                        residual[i] = values[item]
+                    total = values[item] + multiply(gradient[i], factor)
+                    if finite(total):
+                        values[item] = total
+                        residual[i] = total
                     else:
                         state[group, SPOILED] = 1
         elif rule != NO_GRADIENT:
             for item in range(_ITEMS):
-                i = first + item * width + lane
+                i = (first + item * width + lane) & _INDEX
                 if i < end:
                     values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i, group, state)
 
@@ -169,47 +208,57 @@ def build(threads: int, warps: bool) -> Kernels:
         cuda.syncthreads()
 
     @device
-    def is_last(group, blocks, ticket):  # type: ignore[no-untyped-def]
+    def is_last(group, blocks, ticket, last):  # type: ignore[no-untyped-def]
         """Says whether this block is the last of its group's to come here. What all of them have written before is to
         be seen then."""
-        last = cuda.shared.array(1, np.int32)
         cuda.threadfence()
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            last[0] = cuda.atomic.add(ticket, (group, 0), 1)
+            last[0] = cuda.atomic.add(ticket, (group, ARRIVED), 1)
             if last[0] == blocks - 1:
-                ticket[group, 0] = 0
+                ticket[group, ARRIVED] = 0
         cuda.syncthreads()
+        if last[0] == blocks - 1:
+            cuda.threadfence()
         return last[0] == blocks - 1
 
     @device
-    def add_up(bins, group, blocks, histogram, ticket):  # type: ignore[no-untyped-def]
-        """Adds a block's counts to those of its group; whether this block is the last to do so."""
+    def add_up(bins, group, histogram):  # type: ignore[no-untyped-def]
+        """Adds a block's counts to those of its group."""
         cuda.syncthreads()
         for b in range(cuda.threadIdx.x, BINS, threads):
             if bins[b] != 0:
                 cuda.atomic.add(histogram, (group, b), bins[b])
-        return is_last(group, blocks, ticket)
 
     @device
-    def pick(group, histogram, bins, wanted, result):  # type: ignore[no-untyped-def]
-        """The last digit that `wanted` elements have or exceed, and how many of them exceed it, into `result`; 0 and 0
-        where there are fewer. Sets the histogram back to zero. One block calls this."""
-        sums = cuda.shared.array(threads, np.int32)
+    def add_to_suffix(sums, mine):  # type: ignore[no-untyped-def]
+        """Sums up what this thread and all after it have."""
+        me = cuda.threadIdx.x
+        sums[me] = mine
+        cuda.syncthreads()
+        step = 1
+        while step < threads:
+            more = sums[me + step] if me + step < threads else 0
+            cuda.syncthreads()
+            sums[me] += more
+            cuda.syncthreads()
+            step *= 2
+        return sums[me]
+
+    @device
+    def choose(bins, wanted, result, sums):  # type: ignore[no-untyped-def]
+        """The last bin that `wanted` elements have or exceed, and how many of them exceed it, into `result`; -1 and 0
+        where there are fewer. One block calls this."""
         me = cuda.threadIdx.x
         each = (BINS + threads - 1) // threads
-        mine = 0
-        for b in range(me * each, min(BINS, me * each + each)):
-            bins[b] = cuda.atomic.exch(histogram, (group, b), 0)  # atomic, since a plain read might find an old copy
-            mine += bins[b]
-        sums[me] = mine
         if me == 0:
-            result[0] = 0
+            result[0] = -1
             result[1] = 0
         cuda.syncthreads()
-        above = 0
-        for thread in range(me + 1, threads):
-            above += sums[thread]
+        mine = 0
+        for b in range(me * each, min(BINS, me * each + each)):
+            mine += bins[b]
+        above = add_to_suffix(sums, mine) - mine
         if above < wanted and wanted <= above + mine:
             digit = min(BINS, me * each + each) - 1
             while above + bins[digit] < wanted:
@@ -220,8 +269,26 @@ def build(threads: int, warps: bool) -> Kernels:
         cuda.syncthreads()
 
     @device
+    def pick(group, histogram, bins, wanted, result, sums):  # type: ignore[no-untyped-def]
+        """Does what `choose` does with the counts of all blocks of a group, and sets the histogram back to zero."""
+        for b in range(cuda.threadIdx.x, BINS, threads):
+            bins[b] = histogram[group, b]
+            histogram[group, b] = 0
+        choose(bins, wanted, result, sums)
+
+    @device
+    def narrow(group, result, base, width_of_bin, left, state):  # type: ignore[no-untyped-def]
+        """Notes what `pick` has found in bins that begin at a magnitude: one thread calls this."""
+        if result[0] < 0:  # there are fewer than wanted: all of them
+            state[group, THRESHOLD], state[group, WIDTH], state[group, LEFT] = 1, 0, _MAGNITUDE
+        else:
+            state[group, THRESHOLD] = base + (result[0] << width_of_bin)
+            state[group, WIDTH] = width_of_bin
+            state[group, LEFT] = left - result[1]
+
+    @device
     def part_of_team():  # type: ignore[no-untyped-def]
-        return cuda.blockIdx.x * (threads // width) + cuda.threadIdx.x // width
+        return cuda.blockIdx.x * teams + cuda.threadIdx.x // width
 
     @device
     def known(group, plan, state):  # type: ignore[no-untyped-def]
@@ -235,6 +302,8 @@ def build(threads: int, warps: bool) -> Kernels:
     ):
         bins = cuda.shared.array(BINS, np.int32)
         result = cuda.shared.array(2, np.int64)
+        sums = cuda.shared.array(threads, np.int32)
+        last = cuda.shared.array(1, np.int32)
         values = cuda.local.array(_ITEMS, np.float32)
         group = groups[cuda.blockIdx.x]
         if known(group, plan, state) > 0:
@@ -248,51 +317,81 @@ def build(threads: int, warps: bool) -> Kernels:
                 magnitude = bits_of(values[item]) & _MAGNITUDE
                 if magnitude > 0:
                     cuda.atomic.add(bins, magnitude >> COARSE, 1)
-        if add_up(bins, group, plan[group, BLOCKS], histogram, ticket):
-            pick(group, histogram, bins, plan[group, K], result)
+        add_up(bins, group, histogram)
+        if is_last(group, plan[group, BLOCKS], ticket, last):
+            pick(group, histogram, bins, plan[group, K], result, sums)
             if cuda.threadIdx.x == 0:
                 state[group, FLOOR] = max(1, result[0] << COARSE)
 
     @cuda.jit
     def collect(  # type: ignore[no-untyped-def]
-        residual, gradient, velocity, parts, groups, rule, momentum, factor, candidates, counts, ticket, plan, state
-    ):
+        residual, gradient, velocity, parts, groups, rule, momentum, factor, candidates, counts, histogram, ticket,
+        plan, state,
+    ):  # fmt: skip
         """Adds, where there was no survey. Where fewer than are wanted at least have reached the threshold, all
-        elements are candidates, as if there were no room."""
+        elements are candidates, as if there were no room.
+
+        It also counts how far above the threshold they are: in steps of 2 ** DIGIT, where most are, and of the square
+        of that, beyond."""
+        bins = cuda.shared.array(BINS, np.int32)
+        result = cuda.shared.array(2, np.int64)
+        sums = cuda.shared.array(threads, np.int32)
+        last = cuda.shared.array(1, np.int32)
         values = cuda.local.array(_ITEMS, np.float32)
         reached = cuda.shared.array(1, np.int32)
         if cuda.threadIdx.x == 0:
             reached[0] = 0
-        cuda.syncthreads()
+        clear(bins)
         group = groups[cuda.blockIdx.x]
         threshold, least = known(group, plan, state), plan[group, LEAST]
         if threshold == 0:
             threshold, rule, least = state[group, FLOOR], NO_GRADIENT, np.int64(0)
+        floor = np.uint32(threshold)
         part, lane = part_of_team(), cuda.threadIdx.x % width
         end = parts[part, 1]
         found = 0
         for first in range(parts[part, 0], end, tile):
             load(residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state)
+            hit = False
             for item in range(_ITEMS):
-                i = first + item * width + lane
-                hit = i < end and bits_of(values[item]) & _MAGNITUDE >= threshold
-                before, total = rank(hit)
-                if hit and found + before < candidates.shape[1]:
-                    candidates[part, found + before] = i
-                found += total
+                hit = hit or np.uint32(bits_of(values[item]) & _MAGNITUDE) >= floor
+            if some(hit):  # in most tiles there is none
+                for item in range(_ITEMS):
+                    magnitude = bits_of(values[item]) & _MAGNITUDE
+                    hit = np.uint32(magnitude) >= floor
+                    before, total = rank(hit)
+                    if hit:
+                        if found + before < candidates.shape[1]:
+                            candidates[part, found + before] = first + item * width + lane
+                        over = magnitude - threshold
+                        fine = over < BINS // 2 << DIGIT
+                        cuda.atomic.add(bins, over >> DIGIT if fine else BINS // 2 + (over >> _WIDE), 1)
+                    found += total
         if lane == 0:
             counts[part] = found
             cuda.atomic.add(reached, 0, found)
-        cuda.syncthreads()
+        add_up(bins, group, histogram)
         if cuda.threadIdx.x == 0:
-            cuda.atomic.add(ticket, (group, 1), reached[0])
-        if is_last(group, plan[group, BLOCKS], ticket):
+            cuda.atomic.add(ticket, (group, REACHED), reached[0])
+        if is_last(group, plan[group, BLOCKS], ticket, last):
             if cuda.threadIdx.x == 0:
-                reached[0] = cuda.atomic.exch(ticket, (group, 1), 0)
+                reached[0] = cuda.atomic.exch(ticket, (group, REACHED), 0)
+                ticket[group, LISTED] = 0
+                state[group, ENDED] = 0
+            pick(group, histogram, bins, plan[group, K], result, sums)
+            enough = reached[0] >= least
+            if cuda.threadIdx.x == 0:
                 state[group, COLLECTED] = reached[0]
-                state[group, FLOOR] = threshold if reached[0] >= least else 1
-            cuda.syncthreads()
-            if reached[0] < least:
+                state[group, FLOOR] = threshold if enough else 1
+                if not enough:
+                    state[group, THRESHOLD], state[group, LEFT] = 0, plan[group, K]
+                    state[group, WIDTH] = MAGNITUDE_BITS
+                elif result[0] < BINS // 2:
+                    narrow(group, result, threshold, DIGIT, plan[group, K], state)
+                else:
+                    result[0] -= BINS // 2
+                    narrow(group, result, threshold, _WIDE, plan[group, K], state)
+            if not enough:
                 for other in range(plan[group, FIRST] + cuda.threadIdx.x, plan[group, END], threads):
                     counts[other] = candidates.shape[1] + 1
 
@@ -307,106 +406,158 @@ def build(threads: int, warps: bool) -> Kernels:
 
     @cuda.jit
     def count(  # type: ignore[no-untyped-def]
-        residual, parts, groups, candidates, counts, shift, digits, above, histogram, ticket, plan, state
+        residual, parts, groups, candidates, counts, histogram, ticket, plan, state
     ):
+        """Finds one more digit of the threshold, where it is not known yet."""
         bins = cuda.shared.array(BINS, np.int32)
         result = cuda.shared.array(2, np.int64)
-        clear(bins)
+        sums = cuda.shared.array(threads, np.int32)
+        last = cuda.shared.array(1, np.int32)
         group = groups[cuda.blockIdx.x]
-        floor, threshold, left = state[group, FLOOR], np.int64(0), plan[group, K]
-        if above < MAGNITUDE_BITS:  # this is not the first digit
-            threshold, left = state[group, THRESHOLD], state[group, LEFT]
+        bits = state[group, WIDTH]
+        if bits == 0 or state[group, ENDED] == 1:
+            return
+        clear(bins)
+        floor, base, left = state[group, FLOOR], state[group, THRESHOLD], state[group, LEFT]
+        shift = max(0, bits - DIGIT)
         part = part_of_team()
         found = counts[part]
         size = candidate_count(parts, candidates, part, found)
         for j in range(cuda.threadIdx.x % width, size, width):
-            i = candidate(parts, candidates, part, found, j)
-            magnitude = bits_of(residual[i]) & _MAGNITUDE
-            if magnitude >= floor and magnitude >> above == threshold >> above:
-                cuda.atomic.add(bins, (magnitude >> shift) & (digits - 1), 1)
-        if add_up(bins, group, plan[group, BLOCKS], histogram, ticket):
-            pick(group, histogram, bins, left, result)
+            magnitude = bits_of(residual[candidate(parts, candidates, part, found, j)]) & _MAGNITUDE
+            if magnitude >= max(floor, base) and (magnitude - base) >> bits == 0:
+                cuda.atomic.add(bins, (magnitude - base) >> shift, 1)
+        add_up(bins, group, histogram)
+        if is_last(group, plan[group, BLOCKS], ticket, last):
+            pick(group, histogram, bins, left, result, sums)
             if cuda.threadIdx.x == 0:
-                threshold |= result[0] << shift
-                left -= result[1]
-                if shift == 0 and threshold == 0:  # there are fewer than wanted: all of them
-                    threshold, left = np.int64(1), np.int64(_MAGNITUDE)
-                state[group, THRESHOLD] = threshold
-                state[group, LEFT] = left
+                narrow(group, result, base, shift, left, state)
 
     @cuda.jit
-    def place(residual, parts, groups, candidates, counts, above, ties, state):  # type: ignore[no-untyped-def]
+    def place(  # type: ignore[no-untyped-def]
+        residual, parts, groups, candidates, counts, above, ties, sums, near, again, ticket, state
+    ):
+        """Counts, for each part, how many elements the parts before it in its block have that are above the threshold,
+        and that equal it; and for each block, how many it has. Where the threshold is known but for its last digit,
+        what may equal it is put on the list."""
+        team_larger = cuda.shared.array(teams, np.int32)
+        team_equal = cuda.shared.array(teams, np.int32)
         group = groups[cuda.blockIdx.x]
+        bits = state[group, WIDTH]
+        if bits > DIGIT or (again and state[group, ENDED] == 1):
+            return
         threshold, floor = state[group, THRESHOLD], state[group, FLOOR]
-        part, lane = part_of_team(), cuda.threadIdx.x % width
+        part, lane, team = part_of_team(), cuda.threadIdx.x % width, cuda.threadIdx.x // width
         found = counts[part]
         size = candidate_count(parts, candidates, part, found)
         larger, equal = 0, 0
         for first in range(0, size, width):
-            magnitude = 0
+            i, magnitude = 0, 0
             if first + lane < size:
                 i = candidate(parts, candidates, part, found, first + lane)
                 magnitude = bits_of(residual[i]) & _MAGNITUDE
-            larger += rank(magnitude >= floor and magnitude > threshold)[1]
-            equal += rank(magnitude >= floor and magnitude == threshold)[1]
+            over = (magnitude - threshold) >> bits if magnitude >= max(floor, threshold) else -1
+            larger += rank(over > 0)[1]
+            equal += rank(over == 0)[1]
+            if over == 0 and bits > 0:
+                entry = cuda.atomic.add(ticket, (group, LISTED), 1)
+                if entry < near.shape[2]:
+                    near[group, 0, entry], near[group, 1, entry] = i, magnitude - threshold
         if lane == 0:
-            above[part] = larger
-            ties[part] = equal
-
-    @cuda.jit
-    def scan(above, ties, plan, state):  # type: ignore[no-untyped-def]
-        """One block a group. `above` becomes where each part's elements go, `ties` how many of its ties are taken."""
-        sums = cuda.shared.array((2, threads), np.int64)
-        group, me = cuda.blockIdx.x, cuda.threadIdx.x
-        low, high = plan[group, FIRST], plan[group, END]
-        left = state[group, LEFT]
-        each = (high - low + threads - 1) // threads
-        first, end = min(high, low + me * each), min(high, low + me * each + each)
-        larger, equal = np.int64(0), np.int64(0)
-        for part in range(first, end):
-            larger += above[part]
-            equal += ties[part]
-        sums[0, me], sums[1, me] = larger, equal
+            team_larger[team], team_equal[team] = larger, equal
         cuda.syncthreads()
-        larger, equal = np.int64(0), np.int64(0)
-        for thread in range(me):
-            larger += sums[0, thread]
-            equal += sums[1, thread]
-        for part in range(first, end):
-            more_larger, more_equal = above[part], ties[part]
-            above[part] = larger + min(left, equal)
-            ties[part] = min(left, equal + more_equal) - min(left, equal)
-            larger += more_larger
-            equal += more_equal
-        if me == threads - 1:
-            state[group, SELECTED] = larger + min(left, equal)
+        if lane == 0:
+            larger, equal = 0, 0
+            for other in range(team):
+                larger += team_larger[other]
+                equal += team_equal[other]
+            above[part], ties[part] = larger, equal
+            if team == teams - 1:
+                sums[cuda.blockIdx.x, 0], sums[cuda.blockIdx.x, 1] = (
+                    larger + team_larger[team],
+                    equal + team_equal[team],
+                )
+
+    @device
+    def before_block(sums, first, larger, equal):  # type: ignore[no-untyped-def]
+        """Sums up what the blocks from `first` on have that come before this one: above the threshold, and equal."""
+        my_larger, my_equal = 0, 0
+        for block in range(first + cuda.threadIdx.x, cuda.blockIdx.x, threads):
+            my_larger += sums[block, 0]
+            my_equal += sums[block, 1]
+        add_to_suffix(larger, my_larger)
+        add_to_suffix(equal, my_equal)
+        return larger[0], equal[0]
 
     @cuda.jit
     def take(  # type: ignore[no-untyped-def]
-        residual, parts, groups, candidates, counts, starts, quotas, out, plan, state
+        residual, parts, groups, candidates, counts, above, ties, sums, near, again, out, ticket, plan, state
     ):
+        """Takes the elements out and writes them where they go. Where the last digit of the threshold is not known,
+        each block finds it by itself, from the list; with more digits, or too many on the list, nothing is taken."""
+        bins = cuda.shared.array(BINS, np.int32)
+        indices = cuda.shared.array(LIST, np.int32)
+        overs = cuda.shared.array(LIST, np.int32)
+        result = cuda.shared.array(2, np.int64)
+        larger_after = cuda.shared.array(threads, np.int32)
+        equal_after = cuda.shared.array(threads, np.int32)
         group = groups[cuda.blockIdx.x]
-        threshold, floor = state[group, THRESHOLD], state[group, FLOOR]
+        if again and state[group, ENDED] == 1:
+            return
+        bits, listed = state[group, WIDTH], ticket[group, LISTED]
         header, room = plan[group, OUT], plan[group, ROOM]
+        tells = cuda.threadIdx.x == 0 and (cuda.blockIdx.x + 1) * teams == plan[group, END]
+        if bits > DIGIT or (bits > 0 and listed > near.shape[2]):
+            if tells:
+                out[header] = OPEN
+            return
+        threshold, floor, left = state[group, THRESHOLD], state[group, FLOOR], state[group, LEFT]
         part, lane = part_of_team(), cuda.threadIdx.x % width
-        if part == plan[group, FIRST] and lane == 0:
-            collected = state[group, COLLECTED]
-            out[header] = state[group, SELECTED]
+        larger, equal = before_block(sums, plan[group, FIRST] // teams, larger_after, equal_after)
+        selected = larger + sums[cuda.blockIdx.x, 0] + min(left, equal + sums[cuda.blockIdx.x, 1])  # by the last block
+        larger, equal = larger + above[part], equal + ties[part]
+        if bits > 0:
+            clear(bins)
+            for entry in range(cuda.threadIdx.x, listed, threads):
+                indices[entry], overs[entry] = near[group, 0, entry], near[group, 1, entry]
+                cuda.atomic.add(bins, overs[entry], 1)
+            cuda.syncthreads()
+            choose(bins, left, result, larger_after)
+            selected, left, threshold = plan[group, K], left - result[1], threshold + result[0]
+            equal, start, digit = 0, parts[part, 0], result[0]
+            for first in range(0, listed, width):  # those on the list that come before this part
+                entry, over = first + lane, -1
+                if entry < listed and indices[entry] < start:
+                    over = overs[entry]
+                larger += rank(over > digit)[1]
+                equal += rank(over == digit)[1]
+        if tells:
+            collected, k = state[group, COLLECTED], plan[group, K]
+            slack = state[group, SLACK]
+            if slack == 0 or collected < k:
+                slack = _MOST_SLACK
+            elif collected > 2 * k + k // 2 + 4 * _SPARE:
+                slack = max(_LEAST_SLACK, slack // 2)
+            elif collected < k + k // 4 + _SPARE:
+                slack = min(_MOST_SLACK, slack * 2)
+            known_next = collected >= k and threshold < _INFINITE
+            expected = max(1, threshold - slack) if known_next else 0
+            state[group, SLACK], state[group, EXPECTED] = slack, expected
+            state[group, ENDED] = 2 if again else 1
+            out[header] = selected
             out[header + 1] = threshold
-            out[header + 2] = collected
+            out[header + 2] = expected
             out[header + 3] = state[group, SPOILED]
             state[group, SPOILED] = 0
-            known_next = collected >= plan[group, K] and threshold < _INFINITE
-            state[group, EXPECTED] = max(1, threshold - _LOWER) if known_next else 0
         found = counts[part]
         size = candidate_count(parts, candidates, part, found)
-        quota, position = quotas[part], header + HEADER + starts[part]
+        quota, position = max(0, left - equal), header + HEADER + larger + min(left, equal)
         for first in range(0, size, width):
-            i, bits, magnitude = 0, 0, 0
+            i, bits_there, magnitude = 0, 0, 0
             if first + lane < size:
                 i = candidate(parts, candidates, part, found, first + lane)
-                bits = bits_of(residual[i])
-                magnitude = bits & _MAGNITUDE
+                bits_there = bits_of(residual[i])
+                magnitude = bits_there & _MAGNITUDE
             wanted = magnitude >= floor and magnitude > threshold
             tied = magnitude >= floor and magnitude == threshold
             before, total = rank(tied)
@@ -416,7 +567,7 @@ def build(threads: int, warps: bool) -> Kernels:
             before, total = rank(wanted)
             if wanted:
                 out[position + before] = i
-                out[position + room + before] = bits
+                out[position + room + before] = bits_there
                 residual[i] = np.float32(0)
             position += total
 
@@ -431,4 +582,4 @@ def build(threads: int, warps: bool) -> Kernels:
             i = indices[j] - low
             out[i] = out[i] + values[j] if add else values[j]
 
-    return Kernels(threads, threads // width, survey, collect, count, place, scan, take, gather, put)
+    return Kernels(threads, teams, survey, collect, count, place, take, gather, put)

@@ -5,23 +5,29 @@ Exactly the k largest, by `take_largest`, in two passes over memory, 16 bytes an
 2023; unlike there, each element is also added to, the result is ordered, and ties are broken by index):
 
 1. `survey` adds the gradient, and counts how many elements have which first digit (11 bits) of their magnitude;
-2. `collect` puts the indices of those aside that have the digit of the k-th, or a larger one: little more than k;
-3. `largest` finds the magnitude of the k-th, digit by digit, and `take` the elements, among those put aside only.
+2. `collect` puts the indices of those aside that have the digit of the k-th, or a larger one: little more than k. It
+   counts how far above that they are, and so finds the magnitude of the k-th but for its last digit;
+3. `take` finds the last digit and takes the elements, among those put aside only.
 
 The same in one pass, 12 bytes an element, where a magnitude is known that k elements will reach, such as a little less
-than the last threshold: `collect` adds the gradient, and puts those aside. Where they are fewer than k, all elements
-count as put aside, which the device finds out by itself: that step takes five more passes, and its result is the same.
+than the last threshold: `collect` adds the gradient, and puts those aside. How much less that is follows from how many
+were put aside. Where they are fewer than k, all elements count as put aside, which the device finds out by itself.
+
+That, or a threshold which is far from the k-th magnitude, or very many elements near it, leave more digits to be found:
+`largest` finds them, in up to three passes over what has been put aside. It is launched with the rest, or afterwards
+(`take_open`), when the host has seen in the result that it has to be. The result is always the same.
 
 About k, by `take_above` with a threshold that an earlier selection has found: `collect` adds the gradient, and there is
 no survey, so it is one pass, 12 bytes an element. Where there is no room to put aside what a part of the array has,
 the following steps walk through that part as a whole, so the result never depends on how much room there is.
 
 All of that is done for several groups of elements at once, each with its own k and threshold, by as many launches as
-for one: at most eight.
+for one: three, where the last threshold was near.
 
 Nothing here waits for the device: thresholds and counts stay on it. All functions take a `stream` (of `numba.cuda`).
 
-The tests run it in Numba's simulator, without warps, and compile it to PTX, with them. It has not run on a GPU.
+The tests run it in Numba's simulator, without warps, and compile it to PTX, with them; `python -m tests.gpu` runs it on
+a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +44,6 @@ import numpy as np
 from fusion_rt.kernels.cuda import _kernels
 from fusion_rt.kernels.cuda._kernels import HEADER as HEADER
 from fusion_rt.kernels.cuda._kernels import Kernels
-from fusion_rt.kernels.cuda._kernels import expected as expected
 from fusion_rt.kernels.cuda.shim import SIMULATED, cuda, launcher
 
 NOTHING = 0x7FFFFFFF + 1
@@ -48,7 +53,7 @@ Range = tuple[int, int]
 DeviceArray = Any  # numba.cuda has no types
 
 _THREADS = 256
-_BLOCKS = 1056  # eight for each of the 132 multiprocessors of an H100
+_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100; half and twice as many take longer there
 _LEAST_PART = 1024
 _LINE = 32  # elements of a line of the device's memory
 _ROOM = 4  # an index is kept aside for one of this many elements
@@ -133,10 +138,13 @@ class Found:
         self.parts, self.groups = (cuda.to_device(array, stream=stream) for array in (bounds, here))
         self.candidates = cuda.device_array((len(bounds), room), np.int32)
         self.counts = cuda.device_array(len(bounds), np.int32)
-        self.starts = cuda.device_array(len(bounds), np.int32)
-        self.quotas = cuda.device_array(len(bounds), np.int32)
+        self.above = cuda.device_array(len(bounds), np.int32)
+        self.ties = cuda.device_array(len(bounds), np.int32)
+        self.sums = cuda.device_array((len(here), 2), np.int32)
+        most = max(sum(high - low for low, high in ranges) for ranges in groups)
+        self.near = cuda.device_array((len(divided), 2, max(1, min(_kernels.LIST, most))), np.int32)
         self.histogram = cuda.to_device(np.zeros((len(divided), _kernels.BINS), np.int32), stream=stream)
-        self.ticket = cuda.to_device(np.zeros((len(divided), 2), np.int32), stream=stream)
+        self.ticket = cuda.to_device(np.zeros((len(divided), _kernels.TICKET), np.int32), stream=stream)
         self.state = cuda.to_device(np.zeros((len(divided), _kernels.STATE), np.int64), stream=stream)
         self.plan = cuda.to_device(self._plan, stream=stream)
         self._told: tuple[Any, ...] = ()
@@ -169,11 +177,10 @@ class Found:
         self.plan.copy_to_device(self._plan.copy(), stream=stream)
 
     def launch(self, name: str, stream: Any, *arguments: Any) -> None:
-        """Launches the kernel of this name: `scan` on a block for each group, others on one for each few parts."""
+        """Launches the kernel of this name, on a block for each few parts."""
         made = self._launchers.get((name, stream))
         if made is None:
-            blocks = len(self.rooms) if name == "scan" else len(self.groups)
-            made = launcher(getattr(self.code, name), blocks, self.code.threads, stream)
+            made = launcher(getattr(self.code, name), len(self.groups), self.code.threads, stream)
             self._launchers[name, stream] = made
         made(*arguments)
 
@@ -182,16 +189,17 @@ class Taken:
     """The result of `take` for one group, as words (int32) that are copied to the host.
 
     Attributes:
+        open: nothing has been taken yet, and `take_open` will.
         count: of elements.
         threshold: the magnitude of the smallest of them; 1 where there were no more than k.
-        collected: how many elements had reached the threshold of `collect`.
+        expected: a magnitude that as many are expected to reach in the next step; 0 where none is known.
         spoiled: whether there were elements to which the gradient could not be added; see `Memory`.
     """
 
     def __init__(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         room = (len(words) - HEADER) // 2
-        self.count, self.threshold, self.collected = (int(word) for word in words[:3])
-        self.spoiled = bool(words[3])
+        self.count, self.threshold, self.expected = (int(word) for word in words[:3])
+        self.open, self.spoiled = self.count == _kernels.OPEN, bool(words[3])
         self.indices = words[HEADER : HEADER + self.count]
         self.values = words[HEADER + room : HEADER + room + self.count].view(np.float32)
 
@@ -203,7 +211,7 @@ def words(k: int) -> int:
 
 def take_largest(
     memory: Memory, found: Found, ks: Sequence[int], out: DeviceArray, thresholds: Sequence[int] | None = (),
-    surveys: bool = True, stream: Any = 0,
+    surveys: bool = True, digits: bool = True, stream: Any = 0,
 ) -> None:  # fmt: skip
     """Adds, and takes the k largest of each group out of the residual; of equal ones the first, and no zeros.
 
@@ -211,9 +219,10 @@ def take_largest(
         ks: of each group, at least 1; fewer are taken where there are fewer.
         out: int32, `words(room)` of them for each group, which `Taken` reads.
         thresholds: of each group, a magnitude that k elements are expected to reach, not many more; 0: none is known;
-            default: none is of any; None: what the last selection has let expect (`expected`). With it there is one
-            pass less; where it is wrong that is slower, and the result is the same.
+            default: none is of any; None: what the last selection has let expect (`Taken.expected`). With it there is
+            one pass less; where it is wrong that is slower, and the result is the same.
         surveys: a group may have no threshold; it costs a launch where that is unknown.
+        digits: launch what finds thresholds that are not nearly known. Without it the result may be `Taken.open`.
 
     Raises:
         ValueError: there is no room for so many elements.
@@ -224,18 +233,27 @@ def take_largest(
     if surveys:
         survey(memory, found, stream)
     collect(memory, found, stream)
-    largest(memory.residual, found, stream)
-    take(memory.residual, found, out, stream)
+    if digits:
+        largest(memory.residual, found, stream)
+    take(memory.residual, found, out, stream=stream)
+
+
+def take_open(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any = 0) -> None:
+    """Takes, in groups whose result is open, what a selection should have taken."""
+    largest(residual, found, stream)
+    take(residual, found, out, again=True, stream=stream)
 
 
 def take_above(
-    memory: Memory, found: Found, thresholds: Sequence[int], ks: Sequence[int], out: DeviceArray, stream: Any = 0
-) -> None:
+    memory: Memory, found: Found, thresholds: Sequence[int], ks: Sequence[int], out: DeviceArray, digits: bool = True,
+    stream: Any = 0,
+) -> None:  # fmt: skip
     """Takes the largest, but only elements whose magnitude is at least the group's threshold; see `take_largest`."""
     found.tell(ks, [max(1, threshold) for threshold in thresholds], least=False, stream=stream)
     collect(memory, found, stream)
-    largest(memory.residual, found, stream)
-    take(memory.residual, found, out, stream)
+    if digits:
+        largest(memory.residual, found, stream)
+    take(memory.residual, found, out, stream=stream)
 
 
 def add(memory: Memory, found: Found, stream: Any = 0) -> None:
@@ -258,31 +276,33 @@ def collect(memory: Memory, found: Found, stream: Any = 0) -> None:
     that is fewer than there have to be at least, everything is."""
     arrays, how = memory.arguments()
     found.launch(
-        "collect", stream, *arrays, found.parts, found.groups, *how, found.candidates, found.counts, found.ticket,
-        found.plan, found.state,
+        "collect", stream, *arrays, found.parts, found.groups, *how, found.candidates, found.counts, found.histogram,
+        found.ticket, found.plan, found.state,
     )  # fmt: skip
 
 
 def largest(residual: DeviceArray, found: Found, stream: Any = 0) -> None:
-    """Finds the magnitude of the k-th largest of what has been put aside, and how many of its ties to take."""
-    for shift, bits, above in _kernels.DIGITS:
+    """Finds the magnitude of the k-th largest of what has been put aside, and how many of its ties to take: `collect`
+    has found all but its last digit, if its threshold was near."""
+    for _ in range(_kernels.PASSES):
         found.launch(
-            "count", stream, residual, found.parts, found.groups, found.candidates, found.counts, shift, 1 << bits,
-            above, found.histogram, found.ticket, found.plan, found.state,
+            "count", stream, residual, found.parts, found.groups, found.candidates, found.counts, found.histogram,
+            found.ticket, found.plan, found.state,
         )  # fmt: skip
 
 
-def take(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any = 0) -> None:
-    """Writes the elements that `largest` has found, ascending, and puts a zero in their place."""
-    found.launch(
-        "place", stream, residual, found.parts, found.groups, found.candidates, found.counts, found.starts,
-        found.quotas, found.state,
+def take(residual: DeviceArray, found: Found, out: DeviceArray, again: bool = False, stream: Any = 0) -> None:
+    """Writes the elements that have been found, ascending, and puts a zero in their place.
+
+    Args:
+        again: only in groups where that was not possible before.
+    """
+    where = (
+        residual, found.parts, found.groups, found.candidates, found.counts, found.above, found.ties, found.sums,
+        found.near, again,
     )  # fmt: skip
-    found.launch("scan", stream, found.starts, found.quotas, found.plan, found.state)
-    found.launch(
-        "take", stream, residual, found.parts, found.groups, found.candidates, found.counts, found.starts, found.quotas,
-        out, found.plan, found.state,
-    )  # fmt: skip
+    found.launch("place", stream, *where, found.ticket, found.state)
+    found.launch("take", stream, *where, out, found.ticket, found.plan, found.state)
 
 
 def gather(

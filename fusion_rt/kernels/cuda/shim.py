@@ -41,7 +41,9 @@ else:
     try:
         importlib.import_module("numba.cuda.cudaimpl")  # or the first kernel would fail, in the midst of a step
     except AttributeError as error:
-        raise ImportError(f"this version of numba-cuda does not work with NumPy {numpy.__version__}: {error}") from error
+        raise ImportError(
+            f"this version of numba-cuda does not work with NumPy {numpy.__version__}: {error}"
+        ) from error
     libdevice: Any = importlib.import_module("numba.cuda.libdevice")
     multiply, bits_of = libdevice.fmul_rn, libdevice.float_as_int
 

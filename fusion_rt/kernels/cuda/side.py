@@ -37,6 +37,7 @@ from fusion_rt.kernels.cuda.selection import DeviceArray, Found, Memory, Range, 
 from fusion_rt.kernels.cuda.shim import cuda
 
 Tensor = Any  # fusion_rt.kernels does not import torch
+_FORESIGHT = 8  # steps after one whose threshold was not near that are prepared for that
 _ALIKE = 2  # steps in a row that have to have queued the same; kernels are compiled, and plans told, in the first
 
 
@@ -73,8 +74,9 @@ class Layer(Protocol):
     def copy(self, source: Tensor, pinned: Tensor) -> None:
         """Queues a copy on the side stream."""
 
-    def mark(self) -> Any:
-        """An event after what has been queued on the side stream, which has `synchronize()` and `query()`."""
+    def mark(self, event: Any = None) -> Any:
+        """An event after what has been queued on the side stream, which has `synchronize()` and `query()`; an earlier
+        one of these, which is used again, or a new one."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Returns what queues all that `work` would queue on the side stream, by one call. Nothing is queued now."""
@@ -83,7 +85,7 @@ class Layer(Protocol):
 class TorchLayer:
     """The calls of torch and of `numba.cuda` that the simulator does not have.
 
-    It has never run on a GPU: the tests only check, with substitutes, which calls it makes and in which order.
+    The tests without a GPU check, with substitutes, which calls it makes and in which order.
 
     Args:
         torch: the module.
@@ -94,6 +96,9 @@ class TorchLayer:
         self._torch, self._index = torch, index
         self._device = torch.device("cuda", index)
         self._side = torch.cuda.Stream(self._device)
+        self._reached = torch.cuda.Event()  # used again and again: making one takes longer than waiting for it
+        self._find: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._streams: dict[int, Any] = {}  # by their addresses: torch takes longer to make one than to launch a kernel
         with self.active():
             self.stream = cuda.external_stream(self._side.cuda_stream)
 
@@ -124,26 +129,34 @@ class TorchLayer:
             self._check(self._torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()), "unpin")
 
     def follow(self) -> None:
-        self._side.wait_stream(self._torch.cuda.current_stream(self._device))
+        self._reached.record(self._current())
+        self._side.wait_event(self._reached)
 
     def lead(self, event: Any) -> None:
-        self._torch.cuda.current_stream(self._device).wait_event(event)
+        self._current().wait_event(event)
 
     def copy(self, source: Tensor, pinned: Tensor) -> None:
         with self.beside():
             pinned.copy_(source, non_blocking=True)
 
-    def mark(self) -> Any:
-        event = self._torch.cuda.Event(blocking=True)  # who waits for it sleeps
+    def mark(self, event: Any = None) -> Any:
+        if event is None:
+            event = self._torch.cuda.Event(blocking=True)  # who waits for it sleeps
         event.record(self._side)
         return event
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = self._torch.cuda.CUDAGraph()
 
+        change = self._torch.cuda.set_stream
+
         def replay() -> None:
-            with self.beside():
+            before = self._current()
+            change(self._side)  # `beside` does no more, and takes longer than the launch
+            try:
                 graph.replay()
+            finally:
+                change(before)
 
         with self.beside():
             graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with what no capture allows
@@ -152,6 +165,16 @@ class TorchLayer:
             finally:
                 graph.capture_end()
         return replay
+
+    def _current(self) -> Any:
+        """Returns the stream on which this thread queues its work now."""
+        if self._find is None:
+            return self._torch.cuda.current_stream(self._device)
+        address = self._find(self._index)
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = self._streams[address] = self._torch.cuda.current_stream(self._device)
+        return stream
 
     def _check(self, code: Any, what: str) -> None:
         if int(code) != 0:
@@ -188,11 +211,13 @@ class SideSelector:
         if len(out) != sum(map(selection.words, rooms)):
             raise ValueError(f"results of up to {list(rooms)} elements do not have {len(out)} words")
         self._layer, self._words, self._rooms = layer, out, rooms
-        self._event: Any = None
+        self._event: Any = None  # at the end of the step under way; None: none is
+        self._mark: Any = None  # that of the last step
         self._given: Tensor = None  # torch may not give its memory to another while the kernels still read it
+        self._ks: Sequence[int] = rooms
         self._wrapped: tuple[int, DeviceArray] = (0, None)  # the address of the last gradient, and the array
         self._expected = [0] * len(rooms)  # as the device has it
-        self._asked: Sequence[int] = rooms
+        self._digits = 0  # steps for which thresholds that are not near will be found at once
         self._last: Hashable = None  # what the last step has queued, and how many before it have queued the same
         self._alike = 0
         self._captures = True
@@ -210,8 +235,9 @@ class SideSelector:
             self._pinned = layer.pin(out)
 
     def start(
-        self, gradient: Tensor, ks: Sequence[int], thresholds: Sequence[int] | None = None, factor: float = 1.0
-    ) -> None:
+        self, gradient: Tensor, ks: Sequence[int], thresholds: Sequence[int] | None = None, factor: float = 1.0,
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
         """Queues a step: adds gradient * factor and takes elements out of the residual. That takes as many launches for
         any number of groups.
 
@@ -220,6 +246,8 @@ class SideSelector:
             ks: how many of each group.
             thresholds: a magnitude that the elements of each group have to reach; None: exactly the k largest are
                 taken.
+            at_once: all of it is done on the device before what is queued next, which may change the residual.
+                Otherwise a step whose threshold is far from what was expected is finished by `finish`.
         """
         if self._event is not None:
             raise RuntimeError("a selection is still under way; finish it before the next")
@@ -230,18 +258,22 @@ class SideSelector:
             raise ValueError(
                 f"the gradient has to be {self.residual.numel()} float32, not {gradient.numel()} {gradient.dtype}"
             )
-        layer, memory, self._asked = self._layer, self._memory, ks
-        with layer.active():
-            if gradient.data_ptr() != self._wrapped[0]:  # wrapping takes longer than a launch
-                self._wrapped = gradient.data_ptr(), layer.wrap(gradient)
-            memory.gradient, memory.factor = self._wrapped[1], factor
-            layer.follow()
-            surveys = thresholds is None and 0 in self._expected
-            self._queue(
-                (self._wrapped[0], tuple(ks), thresholds and tuple(thresholds), surveys, factor),
-                partial(self._select, ks, thresholds, surveys),
-            )
-            self._event, self._given = layer.mark(), gradient
+        layer, memory = self._layer, self._memory
+        address = gradient.data_ptr()
+        if address != self._wrapped[0]:  # wrapping takes longer than a launch
+            with layer.active():
+                self._wrapped = address, layer.wrap(gradient)
+        memory.gradient, memory.factor = self._wrapped[1], factor
+        layer.follow()
+        surveys, digits = thresholds is None and 0 in self._expected, at_once or self._digits > 0
+        self._digits = max(0, self._digits - 1)
+        self._ks = ks
+        self._queue(
+            (address, tuple(ks), thresholds and tuple(thresholds), surveys, digits, factor),
+            partial(self._select, ks, thresholds, surveys, digits),
+        )
+        self._event = self._mark = layer.mark(self._mark)
+        self._given = gradient
 
     def _queue(self, what: Hashable, work: Callable[[], None]) -> None:
         """Queues a step's work: by one call, where the steps before have queued the same. Each launch of a kernel costs
@@ -251,28 +283,37 @@ class SideSelector:
             return
         self._alike = self._alike + 1 if what == self._last else 0
         self._last = what
-        if self._alike < _ALIKE or not self._captures:
-            work()
-            return
-        try:
-            self._captured = what, self._layer.capture(work)
-        except Exception as error:
-            self._captures = False
-            warnings.warn(
-                f"selection on the GPU is launched kernel by kernel, since CUDA makes no graph of it: {error}",
-                stacklevel=2,
-            )
-            work()
-            return
+        with self._layer.active():
+            if self._alike < _ALIKE or not self._captures:
+                work()
+                return
+            try:
+                self._captured = what, self._layer.capture(work)
+            except Exception as error:
+                self._captures = False
+                warnings.warn(
+                    f"selection on the GPU is launched kernel by kernel, since CUDA makes no graph of it: {error}",
+                    stacklevel=2,
+                )
+                work()
+                return
         self._captured[1]()
 
-    def _select(self, ks: Sequence[int], thresholds: Sequence[int] | None, surveys: bool) -> None:
-        stream = self._layer.stream
+    def _select(self, ks: Sequence[int], thresholds: Sequence[int] | None, surveys: bool, digits: bool) -> None:
+        memory, found, out, stream = self._memory, self._found, self._device_out, self._layer.stream
         if thresholds is None:
-            selection.take_largest(self._memory, self._found, ks, self._device_out, None, surveys, stream)
+            selection.take_largest(memory, found, ks, out, None, surveys, digits, stream)
         else:
-            selection.take_above(self._memory, self._found, thresholds, ks, self._device_out, stream)
+            selection.take_above(memory, found, thresholds, ks, out, digits, stream)
         self._copy(ks)
+
+    def _select_rest(self) -> None:
+        """Selects from the groups from which nothing has been taken yet, and waits for it."""
+        self._digits = _FORESIGHT
+        with self._layer.active():
+            selection.take_open(self._memory.residual, self._found, self._device_out, self._layer.stream)
+            self._copy(self._ks)
+            self._layer.mark().synchronize()
 
     def _copy(self, ks: Sequence[int]) -> None:
         """Queues the copy of the results to the host: of all of it at once, unless there is room for more, as there is
@@ -298,11 +339,15 @@ class SideSelector:
         step."""
         self._begun().synchronize()
         self._event = self._given = None
-        taken = [Taken(self._words[first:end]) for first, end in pairwise(self._offsets)]
-        self._expected = [
-            selection.expected(one.threshold, one.collected, k) for one, k in zip(taken, self._asked, strict=True)
-        ]
+        taken = self._taken()
+        if any(one.open for one in taken):
+            self._select_rest()
+            taken = self._taken()
+        self._expected = [one.expected for one in taken]
         return taken
+
+    def _taken(self) -> list[Taken]:
+        return [Taken(self._words[first:end]) for first, end in pairwise(self._offsets)]
 
     def close(self) -> None:
         """Waits for what was started, and releases `out`."""

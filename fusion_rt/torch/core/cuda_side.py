@@ -1,7 +1,4 @@
-"""Selection on a GPU, as `gpu_selection` uses it: by `kernels.cuda`, on a stream of its own.
-
-It has never run on a GPU.
-"""
+"""Selection on a GPU, as `gpu_selection` uses it: by `kernels.cuda`, on a stream of its own."""
 
 from __future__ import annotations
 

@@ -15,9 +15,13 @@ from fusion_rt.kernels.selection import Range
 class Selector(Protocol):
     """Selects from groups of elements of a bucket, step by step, as `kernels.cuda.side.SideSelector` does."""
 
-    def start(self, gradient: torch.Tensor, ks: Sequence[int]) -> None:
+    def start(self, gradient: torch.Tensor, ks: Sequence[int], *, at_once: bool = False) -> None:
         """Queues a step: adds the gradient to the residual where the sum is finite, takes the k largest of each group
-        out, and copies them to the host, with whether all of it could be added."""
+        out, and copies them to the host, with whether all of it could be added.
+
+        Args:
+            at_once: what is queued next may change the residual; otherwise `finish` may have to finish the step.
+        """
 
     def ready(self) -> bool:
         """Tells whether the step is done."""

@@ -91,7 +91,7 @@ class BucketSelection(device.Copying):
             if len(self._always):
                 self._send_always(gradient)
         ks = [group.k(self._step, self._codec.warmup) for group in self._groups]
-        self._selector.start(gradient, ks)
+        self._selector.start(gradient, ks, at_once=not self._codec.feedback)
         for group, k, words in zip(self._groups, ks, self._tray.groups, strict=True):
             if self._codec.masks(k, group.size):
                 self._masked.append(words)

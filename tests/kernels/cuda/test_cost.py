@@ -17,14 +17,14 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
 from fusion_rt.kernels.cuda import selection
-from fusion_rt.kernels.cuda._kernels import BINS
+from fusion_rt.kernels.cuda._kernels import BINS, COLLECTED, TICKET
 from fusion_rt.kernels.cuda.selection import Found, Memory, Taken, words
 from fusion_rt.kernels.cuda.shim import cuda
 from tests.kernels import reference
 
 N, K = 600, 12
-COUNTS = ["count"] * 3
-AFTER = [*COUNTS, "place", "scan", "take"]
+AFTER = ["place", "take"]
+DIGITS = ["count"] * 3
 
 
 class Counted(FakeCUDAArray):
@@ -60,19 +60,26 @@ def watched(launches: list[str]) -> Any:
     return replace(code, **{name: Watched(name, getattr(code, name), launches) for name in kernels})
 
 
-def cost(floor: int, values: npt.NDArray[np.float32], surveys: bool = True) -> tuple[Taken, list[str], float, int]:
-    """Selects; returns the result, the launches, the bytes of residual and gradient for each element, and how often
-    what blocks have in common was changed."""
+def cost(
+    floor: int, values: npt.NDArray[np.float32], surveys: bool = True, digits: bool = False
+) -> tuple[Taken, int, list[str], float, int]:
+    """Selects; returns the result, how many elements were collected, the launches, the bytes of residual and gradient
+    for each element, and how often what blocks have in common was changed."""
     launches: list[str] = []
     found = Found([[(0, N)]], [K], watched(launches), parts=4)
-    found.histogram, found.ticket = Counted(np.zeros((1, BINS), np.int32)), Counted(np.zeros((1, 2), np.int32))
+    found.histogram, found.ticket = Counted(np.zeros((1, BINS), np.int32)), Counted(np.zeros((1, TICKET), np.int32))
     residual, gradient = Counted(values.copy()), Counted(np.zeros(N, np.float32))
     out = cuda.to_device(np.zeros(words(K), np.int32))
-    selection.take_largest(Memory(residual, gradient), found, [K], out, [floor], surveys)
+    selection.take_largest(Memory(residual, gradient), found, [K], out, [floor], surveys, digits)
     taken = Taken(out.copy_to_host())
+    if taken.open:
+        assert residual.copy_to_host().tobytes() == values.tobytes(), "nothing has been taken"
+        selection.take_open(residual, found, out)
+        taken = Taken(out.copy_to_host())
     assert taken.indices.tolist() == reference.largest(values, K).tolist()
     nbytes = 4 * sum(array.reads + array.writes for array in (residual, gradient)) / N
-    return taken, launches, nbytes, found.histogram.writes + found.ticket.writes
+    collected = int(found.state.copy_to_host()[0, COLLECTED])
+    return taken, collected, launches, nbytes, found.histogram.writes + found.ticket.writes
 
 
 @pytest.fixture(scope="module")
@@ -81,23 +88,29 @@ def values() -> npt.NDArray[np.float32]:
 
 
 def test_with_a_threshold_that_is_expected_memory_is_passed_once(values: npt.NDArray[np.float32]) -> None:
-    taken, launches, nbytes, _ = cost(0, values)
+    taken, _, launches, nbytes, _ = cost(0, values)
     assert launches == ["survey", "collect", *AFTER]
     assert 16 <= nbytes < 18.5
 
-    taken, launches, nbytes, atomics = cost(selection.expected(taken.threshold, taken.collected, K), values, False)
+    taken, collected, launches, nbytes, atomics = cost(taken.expected, values, False)
     assert launches == ["collect", *AFTER]
-    assert K <= taken.collected < 3 * K
+    assert K <= collected < 3 * K
     assert 12 <= nbytes < 14.5
-    pick, blocks = 3 * BINS, 4
-    assert atomics <= pick + 3 * taken.collected + 4 * (blocks + 1) + 2 * blocks, "none for an element that is left"
+    pick, blocks = BINS, 4
+    assert atomics <= pick + 2 * collected + 2 * (blocks + 1) + 2 * blocks, "none for an element that is left"
 
 
-def test_a_threshold_that_too_few_reach_costs_passes_and_no_launches(values: npt.NDArray[np.float32]) -> None:
-    taken, launches, nbytes, _ = cost(int(np.float32(100.0).view(np.int32)), values, False)
-    assert taken.collected == 0
+@pytest.mark.parametrize(
+    ("digits", "expected"),
+    [(True, ["collect", *DIGITS, *AFTER]), (False, ["collect", *AFTER, *DIGITS, *AFTER])],
+)
+def test_a_threshold_that_too_few_reach_costs_passes_and_launches_if_nobody_has_seen_it_come(
+    values: npt.NDArray[np.float32], digits: bool, expected: list[str]
+) -> None:
+    taken, collected, launches, nbytes, _ = cost(int(np.float32(100.0).view(np.int32)), values, False, digits)
+    assert collected == 0
     assert taken.count == K
-    assert launches == ["collect", *AFTER]
+    assert launches == expected
     assert nbytes < 34
 
 
@@ -113,7 +126,7 @@ def test_any_number_of_groups_takes_as_many_launches_as_one(groups: int, values:
         launches.clear()
         before = memory.residual.copy_to_host()
         selection.take_largest(memory, found, [2] * groups, out, None, surveys=step == 0)
-        assert launches == (["survey"] if step == 0 else []) + ["collect", *AFTER]
+        assert launches == (["survey"] if step == 0 else []) + ["collect", *DIGITS, *AFTER]
         written = out.copy_to_host()
         for (low, high), first, end in zip(pairwise(edges), found.offsets, found.offsets[1:], strict=False):
             expected = low + reference.largest(before[low:high], 2)

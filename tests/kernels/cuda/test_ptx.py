@@ -43,13 +43,13 @@ def signatures(types: Any) -> dict[str, tuple[Any, ...]]:
     floats, ints, longs, rows = types.float32[::1], types.int32[::1], types.int64[:, ::1], types.int32[:, ::1]
     added = (floats, floats, floats, rows, ints, types.int64, types.float32, types.float32)
     found = (floats, rows, ints, rows, ints)
+    where = (*found, ints, ints, rows, types.int32[:, :, ::1], types.boolean)
     return {
         "survey": (*added, rows, rows, longs, longs),
-        "collect": (*added, rows, ints, rows, longs, longs),
-        "count": (*found, types.int64, types.int64, types.int64, rows, rows, longs, longs),
-        "place": (*found, ints, ints, longs),
-        "scan": (ints, ints, longs, longs),
-        "take": (*found, ints, ints, ints, longs, longs),
+        "collect": (*added, rows, ints, rows, rows, longs, longs),
+        "count": (*found, rows, rows, longs, longs),
+        "place": (*where, rows, longs),
+        "take": (*where, ints, rows, longs, longs),
         "gather": (floats, ints, types.int64, floats),
         "put": (ints, floats, types.int64, floats, types.int64, types.boolean),
     }
@@ -66,9 +66,7 @@ def test_all_kernels_compile_and_round_like_the_cpu(cuda: Any, warps: bool) -> N
         assert [text for text in FORBIDDEN if text in ptx] == [], name
         ranked = name in ("collect", "place", "take")
         assert ("vote.sync.ballot" in ptx) == (warps and ranked), name
-        assert ("barrier" in ptx or "bar." in ptx) == (
-            name in ("survey", "collect", "count", "scan") or (ranked and not warps)
-        )
+        assert ("barrier" in ptx or "bar." in ptx) == (name not in ("gather", "put")), name
         assert ("mul.rn.f32" in ptx) == (name in ("survey", "collect")), name
 
 
@@ -88,7 +86,7 @@ def test_a_small_grid_is_no_reason_to_warn(cuda: Any, monkeypatch: pytest.Monkey
     from numba.cuda import dispatcher
 
     monkeypatch.setattr(dispatcher.driver, "_to_core_stream", lambda stream: stream)  # needs a driver
-    kernel = selection.kernels(256, True).scan
+    kernel = selection.kernels(256, True).place
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(Warning, match="Grid size 1"):

@@ -220,8 +220,9 @@ def fake_cuda(seed: int, count: int = 1) -> Iterator[Gpus]:
     gpus = Gpus(seed, count)
     calls: dict[str, Any] = {
         "Stream": FakeStream, "Event": FakeEvent, "CUDAGraph": FakeGraph, "stream": gpus.stream, "device": gpus.device,
-        "current_stream": gpus.current_stream, "current_device": gpus.current_device, "is_available": lambda: True,
-        "cudart": lambda: gpus, "_lazy_init": lambda: None, "get_device_capability": lambda _: (9, 0),
+        "current_stream": gpus.current_stream, "set_stream": gpus.set_stream, "current_device": gpus.current_device,
+        "is_available": lambda: True, "cudart": lambda: gpus, "_lazy_init": lambda: None,
+        "get_device_capability": lambda _: (9, 0),
     }  # fmt: skip
     with mock.patch.multiple(torch.cuda, **calls), mock.patch.object(device, "layer", device.Layer()), Factories():  # type: ignore[no-untyped-call]
         yield gpus

@@ -61,7 +61,7 @@ class HostSelector:
         self._under_way = False
         self._asked = 0
 
-    def start(self, gradient: torch.Tensor, ks: Sequence[int]) -> None:
+    def start(self, gradient: torch.Tensor, ks: Sequence[int], *, at_once: bool = False) -> None:
         assert not self._under_way
         assert gradient.dtype == torch.float32
         self._under_way, self._asked = True, 0
