@@ -1,8 +1,9 @@
-"""char-GPT with DDP on NCCL, a rank for each GPU: `torchrun --nproc-per-node N -m tests.gpu.ddp_char_gpt`."""
+"""char-GPT with DDP, on GPUs in turns: `torchrun --nproc-per-node N -m tests.gpu.ddp_char_gpt nccl`, or `gloo`."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import torch
@@ -15,9 +16,9 @@ STEPS, BATCH, CONTEXT = 60, 16, 64
 
 
 def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl")
+    dist.init_process_group(sys.argv[1])
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     text = char_gpt.load()[0].to(device)
