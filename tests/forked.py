@@ -18,8 +18,9 @@ sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(address)
 status, theirs = os.pipe()
 kept = [0, 1, 2]
+network = f"/proc/{os.getpid()}/ns/net"  # the launcher may be in another than the nursery
 environment = {**os.environ, "FUSION_TEST_PARENT": str(os.getppid())}
-socket.send_fds(sock, [pickle.dumps((arguments, "", environment, os.getcwd(), kept))], [theirs, *kept])
+socket.send_fds(sock, [pickle.dumps((arguments, network, environment, os.getcwd(), kept))], [theirs, *kept])
 for fd in (theirs, *kept):
     os.close(fd)
 pid = int(sock.recv(16))

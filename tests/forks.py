@@ -113,7 +113,7 @@ class _Forked(subprocess.Popen[bytes]):
         pipes = options[9:15]
         streams = [pipes[0], pipes[3], pipes[5]]
         kept = {number: number if fd < 0 else fd for number, fd in enumerate(streams)} | {fd: fd for fd in pass_fds}
-        network = args[len(_IN_NETWORK)] if args[0] != sys.executable else ""
+        network = f"/run/netns/{args[len(_IN_NETWORK)]}" if args[0] != sys.executable else ""
         python = args[args.index(sys.executable) :]
         self.pid, self._status = nursery(self._modules).fork(
             python[1:], network, dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd()), kept
@@ -188,7 +188,7 @@ class Nursery:
 
         Args:
             arguments: of the interpreter.
-            network: name of its network namespace; empty for this process's.
+            network: path of its network namespace; empty for this process's.
             kept: its descriptors, and what they are here.
 
         Returns:
@@ -300,13 +300,14 @@ def _become(request: bytes, fds: list[int]) -> list[str]:
     for number, fd in zip(kept, high, strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    if network:
-        with open(f"/run/netns/{network}", "rb") as namespace:
+    if network and not os.path.samefile(network, "/proc/self/ns/net"):
+        with open(network, "rb") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"network namespace {network} cannot be entered")
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    tempfile.tempdir = None  # the nursery's, if it has looked for one
     sys.path[1:1] = [
         path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path
     ]

@@ -19,6 +19,7 @@ from fusion_rt.codecs import Layout
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.launchers import environment
 from fusiond.collectives.base import Exchange, Reducer
+from tests import forks
 from tests.fusiond.collectives.group import Group, GroupPort
 from tests.runner.conftest import fusionrun  # noqa: F401 - a fixture
 
@@ -80,8 +81,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_job_uses_the_packages_codec_and_algorithm(package: Path, fusionrun: Any) -> None:  # noqa: F811
     fusionrun.real_daemon = True
     result = fusionrun(
-        "-np", "2", "-H", "127.0.0.1:1,localhost:1", "--compression", f"fixed(step={STEP})", sys.executable, "-c", JOB,
-        PYTHONPATH=str(package),
+        "-np", "2", "-H", "127.0.0.1:1,localhost:1", "--compression", f"fixed(step={STEP})",
+        *forks.interpreter(forks.WORKER), "-c", JOB, PYTHONPATH=str(package),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     said = [json.loads(line.partition(":")[2]) for line in sorted(result.stdout.splitlines())]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forks
+
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "from-pytorch.md"
 
 
@@ -34,6 +36,6 @@ def test_the_script_before_the_change_trains_in_one_process(tmp_path: Path) -> N
 @pytest.mark.multiprocess
 def test_the_script_after_it_trains_on_two_workers_and_rank_0_saves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script(" +"), encoding="utf-8")
-    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", sys.executable, "train.py"]
+    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", *forks.interpreter(forks.WORKER), "train.py"]
     assert len(run(command, tmp_path)) == 2
     assert set(torch.load(tmp_path / "checkpoint.pt")) == {"model", "optimizer"}

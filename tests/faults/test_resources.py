@@ -37,6 +37,7 @@ from fusiond.host.leftovers import remove_dead
 from fusiond.host.loop import EventLoop
 from fusiond.host.runtime_directory import Directory, listen
 from fusiond.workers.connections import WorkerLink, Workers
+from tests import forks
 from tests.fusiond.algorithms.training import Workers as TrainingWorkers
 from tests.fusiond.processes import Daemons, kill, together
 from tests.fusiond.simulation import SimulatedJob
@@ -103,7 +104,7 @@ def test_shared_memory_that_cannot_be_allocated_is_a_sentence_and_leaves_nothing
 
 @pytest.mark.multiprocess
 def test_a_worker_without_shared_memory_says_so_and_its_job_fails(runtime_dir: Path) -> None:
-    result = fusionrun("-np", "2", sys.executable, "-c", TOO_LARGE)
+    result = fusionrun("-np", "2", *forks.interpreter(forks.WORKER), "-c", TOO_LARGE)
     assert result.returncode == 1
     assert "went on" not in result.stdout
     assert re.search(r"fusionrun: rank 1 on host localhost failed first: .*ArenaError: \d+ bytes of shared memory "

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import fusion_rt.dist  # noqa: F401  # torch 2.4 does not find it by its entry point
+from tests import forks
 from tests.harness import Job
 from tests.launchers.conftest import HERE, logs, mpirun, run
 
@@ -69,7 +70,7 @@ def test_without_any_launcher_torch_says_what_is_missing() -> None:
 
 def test_workers_of_mpirun_find_each_other(runtime_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = run(*mpirun(), "-np", "2", sys.executable, tmp_path / "script.py", cwd=HERE)
+    done = run(*mpirun(), "-np", "2", *forks.interpreter(forks.WORKER), tmp_path / "script.py", cwd=HERE)
     assert done.returncode == 0, done.stderr
     assert "total 3.0" in done.stdout
     assert logs(runtime_dir) == {}
@@ -78,6 +79,6 @@ def test_workers_of_mpirun_find_each_other(runtime_dir: Path, tmp_path: Path) ->
 def test_an_elastic_job_is_refused(runtime_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "fusion_rt.runner", "-np", "1", "--min-np", "1", "--reset-limit", "1"]
-    done = run(*command, sys.executable, tmp_path / "script.py", cwd=HERE)
+    done = run(*command, *forks.interpreter(forks.WORKER), tmp_path / "script.py", cwd=HERE)
     assert done.returncode != 0
     assert "the members of a process group cannot change, and this job of fusionrun is elastic" in done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.netlab import Netlab, preflight
+from tests import forks
 from tests.launchers.conftest import HERE, TIMEOUT_S, fusionrun, horovodrun, logs, mpirun, run, torchrun
 
 WORKER = [sys.executable, str(HERE / "worker.py")]
@@ -89,10 +90,11 @@ class TestInALab:
         place = f"{lab.hosts[0].address}:29400"
         words = [*torchrun(), "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "job"]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", place]
+        python, arguments = forks.interpreter(forks.WORKER), [str(script), str(tmp_path / "failed")]
         outputs = run_in_lab(
             lab,
             [
-                (host, [*words, "--local-addr", lab.hosts[host].address, str(script), str(tmp_path / "failed")], {})
+                (host, [*words, "--local-addr", lab.hosts[host].address, "--no-python", *python, *arguments], {})
                 for host in range(2)
             ],
         )

@@ -60,7 +60,8 @@ def test_torchrun(runtime_dir: Path, tmp_path: Path) -> None:
 
 
 def test_mpirun(runtime_dir: Path, tmp_path: Path) -> None:
-    check(run(*mpirun(), "-np", "2", sys.executable, *AS_HOROVOD, cwd=tmp_path), runtime_dir)
+    command = [*mpirun(), "-np", "2", *forks.interpreter(forks.WORKER), HERE / "train.py"]
+    check(run(*command, cwd=tmp_path, PYTHONPATH=python_path()), runtime_dir)
 
 
 def test_ssh(runtime_dir: Path, tmp_path: Path, sshd: Sshd) -> None:

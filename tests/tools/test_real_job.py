@@ -17,6 +17,7 @@ from fusion_trace.analyse import bucket_times, summary, tensor
 from fusion_trace.analyse.overlap import partitions
 from fusion_trace.read import job as jobs
 from fusion_trace.read.operations import all_steps, operations
+from tests import forks
 
 pytestmark = pytest.mark.multiprocess
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,8 +80,8 @@ def the_newest(home: Path, session: bool = False) -> Path:
 def test_a_job_is_recorded_fetched_from_all_daemons_found_and_explained(home: Path, tmp_path: Path) -> None:
     script, fetched = tmp_path / "train.py", tmp_path / "fetched"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", "-H", "localhost:1,127.0.0.1:1", sys.executable]
-    run(home, *command, str(script), str(fetched))
+    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", "-H", "localhost:1,127.0.0.1:1"]
+    run(home, *command, *forks.interpreter(forks.WORKER), str(script), str(fetched))
     rings = ["node-0.ring", "node-1.ring", "rank-0.ring", "rank-1.ring"]
     assert sorted(os.listdir(fetched)) == rings
     job = the_newest(home)
@@ -129,6 +130,6 @@ def test_a_job_is_recorded_fetched_from_all_daemons_found_and_explained(home: Pa
 def test_a_job_that_torchrun_has_started_is_found_in_a_session(home: Path) -> None:
     script = home / "train.py"
     script.write_text(SCRIPT.partition("if hvd.rank()")[0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    run(home, *command, session=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    run(home, *command, *forks.interpreter(forks.WORKER), str(script), session=True)
     assert sorted(os.listdir(the_newest(home, session=True))) == ["node-0.ring", "rank-0.ring", "rank-1.ring"]

@@ -11,6 +11,7 @@ import pytest
 from fusion_rt.algorithms import parse
 from fusion_rt.torch.core import own_models
 from fusion_rt.torch.core.own_models import OwnModel
+from tests import forks
 
 SCRIPT = """
 import torch, fusion_rt.torch as hvd
@@ -58,6 +59,6 @@ def test_one_that_exchanged_or_took_no_step_is_not(records: list[OwnModel]) -> N
 
 @pytest.mark.multiprocess
 def test_a_script_is_told_when_it_ends_of_those_that_have_not_agreed_though_they_are_gone() -> None:
-    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", *forks.interpreter(forks.WORKER), "-c", SCRIPT]
     told = subprocess.run(command, stderr=subprocess.PIPE, check=True, timeout=60, text=True).stderr
     assert told.count("exchanges every") == told.count("local_sgd(steps=4) exchanges every 4 steps") == 1
