@@ -25,6 +25,7 @@ from fusion_rt.tracing.format import (
     Kind,
     Role,
 )
+from fusion_rt.tracing.processors import MACHINE, MACHINE_AT
 
 US, MS, S = 10**3, 10**6, 10**9
 START = 5_000 * S  # how long node 0's host has been up when the job begins
@@ -38,6 +39,7 @@ class Tape:
     Attributes:
         skew: its host's clock minus the true one, ns; `drift`: parts per million by which it is fast.
         capacity: of the ring, records; None: room for all.
+        machine: the number of its machine; 0: not recorded.
     """
 
     role: Role
@@ -50,6 +52,7 @@ class Tape:
     skew: int = 0
     drift: float = 0.0
     capacity: int | None = None
+    machine: int = 0
     rows: list[tuple[int, int, int, str, int, int, int, int]] = field(default_factory=list)
 
     def add(
@@ -88,6 +91,7 @@ class Tape:
             self.nodes, len(host), len(job), self.role, len(rows), len(names), 0,
         )  # fmt: skip
         data[HEADER.size : HEADER.size + len(host + job)] = host + job
+        MACHINE.pack_into(data, MACHINE_AT, self.machine.to_bytes(16, "big"), 0)
         data[HEADER_NBYTES : HEADER_NBYTES + len(names)] = names
         for number, (time, value, clock, name, plan, extra, kind, peer) in enumerate(rows):
             at = HEADER_NBYTES + NAMES_NBYTES + number % capacity * RECORD.size

@@ -59,6 +59,28 @@ def test_a_node_that_only_others_have_measured_is_reached_over_them(tmp_path: Pa
     assert "over node 1" in trace.offsets[2].how
 
 
+@pytest.mark.parametrize("own", [0, 20 * MS])
+def test_nodes_of_one_machine_have_one_clock_unless_a_container_has_its_own(tmp_path: Path, own: int) -> None:
+    """Nodes 0, 1 and 2 are on a machine that was busy and has answered late: what was measured is wrong by 3 ms."""
+    skews = [0, 0, own, 7 * S]
+    tapes = [
+        Tape(Role.DAEMON, node, node=node, nodes=4, host=f"h{node}", skew=skews[node], machine=[5, 5, 5, 6][node])
+        for node in range(4)
+    ]
+    for node in range(1, 4):
+        tapes[node].add(Kind.CLOCK, START, value=-skews[node] - 3 * MS, extra=6000, peer=0)
+        tapes[node].add(Kind.STEP_END, START + S)
+    for tape in tapes:
+        tape.write(tmp_path)
+    trace = jobs.load([str(tmp_path)], "/nowhere")
+    ends = {
+        node: int(daemon.of(Kind.STEP_END)["time"][0]) - START - S for node, daemon in trace.daemons.items() if node
+    }
+    assert ends == {1: 0, 2: -3 * MS if own else 0, 3: -3 * MS}
+    assert trace.offsets[1].error == 0
+    assert trace.offsets[3].error > 3 * MS
+
+
 def test_wall_clocks_are_believed_where_nothing_was_measured_and_that_is_said(tmp_path: Path) -> None:
     for node in range(2):
         tape = Tape(Role.DAEMON, node, node=node, nodes=2, host=f"h{node}", skew=node * 7 * S)

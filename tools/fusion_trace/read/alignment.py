@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -98,6 +98,27 @@ def to_node_0(daemons: Mapping[int, Records]) -> dict[int, Offset]:
                 best[far] = Offset(step.at, step.ns + best[near].apply(there) - there, error, how)
                 heapq.heappush(waiting, (error, far))
     return best
+
+
+def by_machine(offsets: Mapping[int, Offset], machines: Mapping[int, str]) -> dict[int, Offset]:
+    """Returns offsets in which nodes of one machine have one offset, that which is known best: they have one clock.
+
+    A measurement on a busy machine may be wrong by more than a step lasts. A container may have a clock of its own
+    (time_namespaces(7)): offsets that differ by more than their errors stay as they are.
+
+    Args:
+        machines: by node, the number of its machine; "": not known.
+    """
+    best: dict[str, int] = {}
+    found = dict(offsets)
+    for node in sorted(offsets, key=lambda node: (offsets[node].error, node)):
+        machine = machines.get(node, "")
+        first = best.setdefault(machine, node) if machine else node
+        one, other = offsets[first], offsets[node]
+        at = np.concatenate([one.at, other.at])
+        if first != node and np.abs(one.apply(at) - other.apply(at)).max() <= one.error + other.error:
+            found[node] = replace(one, how=f"the machine of node {first}")
+    return found
 
 
 def _fitted(times: NDArray[np.int64], offsets: NDArray[np.int64], round_trips: NDArray[np.uint32]) -> Offset:

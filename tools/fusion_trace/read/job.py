@@ -326,8 +326,8 @@ def _offsets(rings: Sequence[Ring], problems: list[str]) -> dict[int, Offset]:
         if ring.role == Role.DAEMON:
             earlier = daemons.get(ring.node)
             daemons[ring.node] = ring.records if earlier is None else np.concatenate([earlier, ring.records])
-    offsets = alignment.to_node_0(daemons)
     by_node = {ring.node: ring for ring in rings}
+    offsets = alignment.by_machine(alignment.to_node_0(daemons), {node: ring.machine for node, ring in by_node.items()})
     reference = by_node[min(by_node)]
     for node, ring in sorted(by_node.items()):
         if node in offsets:
