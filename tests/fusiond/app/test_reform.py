@@ -40,7 +40,8 @@ class Elastic:
     """
 
     def __init__(self, directory: Path, nodes: int) -> None:
-        self.job = Daemons(directory, [1] * nodes, **NO_LIMITS)
+        # A machine that is busy enough is a far one to its peers, which get up to eight connections: descriptors count.
+        self.job = Daemons(directory, [1] * nodes, **NO_LIMITS, FUSION_CONNECTIONS="1")
         self.hosts = tuple(f"host{node}" for node in range(nodes))
         self.endpoints: dict[int, Endpoint] = {}
         self.said: dict[int, list[Phase | Reformed | EpochOver]] = {}
