@@ -31,13 +31,11 @@ def lab() -> Iterator[Netlab]:
 def test_a_host_that_is_cut_off_from_the_beginning_is_left_out_until_it_is_reached(
     start: Callable[..., Job], fusionrun, lab: Netlab
 ) -> None:
-    fusionrun.forks_daemons = False
     hosts = [host.name for host in lab.hosts]
     with lab.cut_off(0):  # and not from the launcher
         job = start(
             *("-np", "3", "--min-np", "1", "-H", ",".join(hosts), "--start-timeout", "4"),
             *("--rsh-agent", lab.agent, "--network-interface", "eth0"),
-            command=(sys.executable, WORKER),
             **FAST,
         )
         number, ((_, second), (_, third)) = job.epoch_from(2, 2)
@@ -53,12 +51,11 @@ def test_a_host_that_is_cut_off_from_the_beginning_is_left_out_until_it_is_reach
 def test_hosts_that_are_cut_off_are_left_behind_and_come_back(
     start: Callable[..., Job], fusionrun, lab: Netlab
 ) -> None:
-    fusionrun.forks_daemons = False  # forks would be in another namespace
     hosts = [host.name for host in lab.hosts]
     job = start(
         *("-np", "3", "--min-np", "1", "-H", ",".join(hosts), "--blacklist-cooldown-range", "0.5", "0.5"),
         *("--rsh-agent", lab.agent, "--network-interface", "eth0"),
-        command=(sys.executable, WORKER),
+        command=(sys.executable, WORKER),  # a child of its agent
         **FAST,
     )
     (_, first), (_, second), (_, third) = job.epoch(1, 3)

@@ -17,6 +17,7 @@ from tests.harness import Job, on_ranks
 from tests.torch.conftest import START
 from tests.torch.ops.reference import DTYPES, OPS, can, combined, everybodys, mine
 
+STEPS = 15
 NUMEL = 600_003  # of one byte each: enough for several blocks
 pytestmark = pytest.mark.multiprocess
 
@@ -54,12 +55,12 @@ def test_a_tensor_that_is_kept_gets_huge_pages_and_keeps_its_values() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "address", noted)
-        for _ in range(40):
+        for _ in range(STEPS):
             tensor.copy_(own)
             hvd.allreduce_(tensor, op=hvd.Sum)
             torch.testing.assert_close(tensor, total)
     if memory.by_address:
-        assert len(sent) == 40
+        assert len(sent) == STEPS
         assert sent[0] is None
 
 
