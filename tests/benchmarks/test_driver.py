@@ -19,18 +19,32 @@ from benchmarks.suites import SUITES, Part, Suite
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.multiprocess
-def test_two_quick_suites_run_and_leave_results_that_are_in_order(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "kernels", "allreduce", "--quick", "--out", str(tmp_path)]
+def quick(directory: Path, *names: str) -> dict[str, results.Results]:
+    """What quick suites leave."""
+    command = [sys.executable, "-m", "benchmarks", *names, "--quick", "--out", str(directory)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert run.returncode == 0, run.stderr
-    found = results.load_all(tmp_path)
-    assert list(found) == ["allreduce", "kernels"]
-    (record,) = found["allreduce"].records
+    return results.load_all(directory)
+
+
+@pytest.mark.multiprocess
+def test_two_quick_suites_run_and_leave_results_that_are_in_order(tmp_path: Path) -> None:
+    found = quick(tmp_path, "topk", "kernels")
+    assert list(found) == ["kernels", "topk"]
+    (record,) = found["topk"].records
+    assert [measure.name for measure in record.measures] == ["0.001", "0.01"]
+    assert {len(row) for measure in record.measures for row in measure.samples.values()} == {3}
+    assert record.machine is not None
+    assert record.command == "python -m benchmarks.topk --elements 1000000 --rounds 3"
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_the_quick_all_reduce_is_beside_gloo(tmp_path: Path) -> None:
+    (record,) = quick(tmp_path, "allreduce")["allreduce"].records
     assert [measure.name for measure in record.measures] == ["4", "65536", "1048576"]
     assert all({"arena", "copy", "gloo"} <= measure.samples.keys() for measure in record.measures)
     assert {len(row) for measure in record.measures for row in measure.samples.values()} == {3}
-    assert record.machine is not None
     assert record.command.startswith("python -m benchmarks.allreduce --ranks 2")
 
 

@@ -19,6 +19,7 @@ from fusion_rt import wire
 from fusion_rt.client import adoption
 from fusion_rt.client.adoption import Adoptions, Use
 from fusion_rt.host.arena import Arena, Segment
+from tests import forks
 from tests.client.daemon import Daemon
 
 PAGE = mmap.PAGESIZE
@@ -457,12 +458,11 @@ def test_descriptors_are_opened_for_what_is_adopted_only(memory: Memory) -> None
 @pytest.mark.parametrize("seed", [1, 2])
 def test_seeded_steps_of_a_script_change_no_values(adoptions: Adoptions, seed: int) -> None:
     """In a process of its own: it changes how malloc behaves."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.client.adoption_stress", str(seed), "250"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert int(run.stdout) > 20, "hardly anything was adopted"
+    command = [sys.executable, "-m", "tests.client.adoption_stress", str(seed), "250"]
+    with forks.popen(command, forks.WORKER, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        told = run.communicate(timeout=300)[0]
+    assert run.returncode == 0, told
+    assert int(told) > 20, "hardly anything was adopted"
 
 
 def test_memory_that_was_freed_is_not_shared_with_children(adoptions: Adoptions, memory: Memory) -> None:
