@@ -25,7 +25,7 @@ UNAVAILABLE = preflight()
 TIMEOUT_S = 300
 RANKS = 4
 BATCH, LR = 16, 0.01  # of each of the four ranks
-EPOCHS, STEPS = 5, 50  # 110 steps, of which the first 50 are compared
+EPOCHS, STEPS = 3, 50  # 66 steps, of which the first 50 are compared
 
 pytestmark = pytest.mark.multiprocess
 

@@ -37,15 +37,15 @@ def test_a_compiled_training_step_is_that_of_one_process(options: dict[str, Any]
         loss_of(model, batch).backward()
         optimizer.step()
 
-    for number in range(4):
+    for number in range(3):
         step(my_batch(number))
     hvd.synchronize_parameters()
-    train_reference(reference, adam(reference.parameters()), range(4))
+    train_reference(reference, adam(reference.parameters()), range(3))
     assert_same(model, reference, rtol=1e-3, atol=2e-6)  # a compiled Adam has its corrections in single precision
     assert compiled_files() == set()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2]], ids=str)
 @on_ranks
 def test_compiled_autograd_is_refused_where_its_end_has_to_be_known(options: dict[str, Any]) -> None:
     from torch._dynamo import compiled_autograd
