@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from benchmarks.netlab import Netlab
 
 MARK = "RESULT "  # before the JSON that rank 0 prints
+PYTHON = [sys.executable]  # how workers are started
 MEETING = "FUSION_BENCHMARK_MEETING"  # address of rank 0's host, at which torch.distributed meets
 
 
@@ -90,7 +91,7 @@ def on_hosts(
 
 
 def _run(launch: Sequence[str], arguments: Sequence[str], variables: Mapping[str, str]) -> Any:
-    command = [sys.executable, "-m", "fusion_rt.runner", *launch, sys.executable, *arguments]
+    command = [sys.executable, "-m", "fusion_rt.runner", *launch, *PYTHON, *arguments]
     run = subprocess.run(command, env=dict(variables), stdout=subprocess.PIPE, text=True, check=True)
     line = next(line for line in run.stdout.splitlines() if MARK in line)
     return json.loads(line.split(MARK, 1)[1])

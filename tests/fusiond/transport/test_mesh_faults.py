@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -256,9 +255,7 @@ def test_strangers_change_nothing_and_are_counted(runtime_dir: Path) -> None:
             job.wait_until(lambda status: status["mesh"]["accepted"] >= before["accepted"] + 309, 1)
             workers.go_on()
             most = usual + 2 * (reception._STRANGERS_OF_HOST + 4) + 20  # at both ports; and the job opens some
-            deadline = time.monotonic() + TIMEOUT_S
-            while descriptors(job.processes[1]) > most:
-                assert time.monotonic() < deadline
+            job.wait_until(lambda _: descriptors(job.processes[1]) <= most, 1)
         # Nobody closes them but the daemon: most at once, the last ones after the time that a handshake may take.
         for sock in half_open:
             sock.settimeout(TIMEOUT_S)
