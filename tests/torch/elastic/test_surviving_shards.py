@@ -96,7 +96,7 @@ def lose_at(worker: Worker, point: str, sync: Synchroniser) -> None:
 
 
 def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str, Any]) -> Any:
-    """Steps with given gradients; tells of each with how many ranks it was taken, and whether it counts."""
+    """Steps with given gradients; tells of each whether it counts, and with how many ranks it was taken if it does."""
     hvd.init()
     who = hvd.rank()
     parameters = {name: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
@@ -117,7 +117,8 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
             given, dropped, size = give(state.step, who), exchanges.dropped, hvd.size()
             sum((parameters[name] * given[name]).sum() for name in SHAPES).backward()  # type: ignore[union-attr]
             optimizer.step()
-            state.trace = (*state.trace, (size, exchanges.dropped == dropped))
+            counts = exchanges.dropped == dropped
+            state.trace = (*state.trace, (size if counts else 0, counts))  # some may have begun it after the loss
             state.step += 1
         if how["algorithm"] != "bsp":
             hvd.consensus(optimizer)
