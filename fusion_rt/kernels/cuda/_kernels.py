@@ -14,81 +14,29 @@ that is in the device's memory, so that the arguments of launches stay the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fusion_rt.kernels.cuda import _words as w
 from fusion_rt.kernels.cuda.shim import bits_of, cuda, multiply
 
-THRESHOLD = 0  # the least magnitude that the smallest to take can have
-WIDTH = 1  # it is less than 2 ** WIDTH above that; 0: it is that
-LEFT = 2  # how many to take that are less than 2 ** WIDTH above it
-FLOOR = 3  # the magnitude from which elements are collected
-COLLECTED = 4  # how many were
-SPOILED = 5  # 1 where a part of the gradient could not be added, since the last `take`
-EXPECTED = 6  # a magnitude that as many are expected to reach in the next step; 0: none is known
-SLACK = 7  # by how much that is less than the last threshold
-ENDED = 8  # `take` has taken all: 1 the first time, 2 the second
-STATE = 9
-
-FIRST, END = 0, 1  # parts of the group
-BLOCKS = 2  # how many work for it
-OUT, ROOM = 3, 4  # the word at which its results begin, and for how many elements there is room
-K = 5  # how many to take
-LEAST = 6  # where fewer have reached the threshold of `collect`, all are collected
-AT_LEAST = 7  # that threshold; `EXPECTED_ONE`: the one in `state`, or, where there is none, what `survey` finds
-PLAN = 8
-EXPECTED_ONE = -1
-
-ARRIVED, REACHED, LISTED = range(3)  # blocks; elements that they have collected, and that are on the list
-TICKET = 3
-
-HEADER = 4  # words before the indices in what `take` writes: selected, threshold, expected, spoiled
-OPEN = -1  # instead of how many are selected: nothing is, since the threshold has to be found first
-LIST = 2048  # elements of a group within 2 ** DIGIT of its threshold, at most
-DIGIT = 11  # bits
-BINS = 1 << DIGIT
-MAGNITUDE_BITS = 31
-COARSE = MAGNITUDE_BITS - DIGIT
-PASSES = 3  # digits of a magnitude
-
-NO_GRADIENT, PLAIN, MOMENTUM, NESTEROV = range(4)
-
-_MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
-_INDEX = 0x7FFFFFFF  # what is masked by it is not negative, as the compiler sees then, which counts from no end
-_MOST_SLACK = 1275068  # in units of the last place, about a tenth of a number
-_LEAST_SLACK = _MOST_SLACK // 16
-_WIDE = COARSE + 1  # bits
-_SPARE = 64  # so few more than wanted are no reason to expect more, or fewer
 _ITEMS = 4  # elements that a thread has on their way at once
-_ALL_LANES = 0xFFFFFFFF
-_WARP = 32
+_WARP, _ALL_LANES = 32, 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Kernels for blocks of `threads`, of which `teams` work on a part each."""
+def build(threads: int, warps: bool) -> dict[str, Any]:
+    """Returns the kernels by name, and the number of teams of a block.
 
-    threads: int
-    teams: int
-    survey: Any
-    collect: Any
-    count: Any
-    place: Any
-    take: Any
-    gather: Any
-    put: Any
-
-
-def build(threads: int, warps: bool) -> Kernels:
-    """Args:
-    threads: of a block, a multiple of 32.
-    warps: whether a warp is a team; the simulator has no instructions for this.
+    Args:
+        threads: of a block, a multiple of 32.
+        warps: a warp is a team; the simulator has no instructions for this.
     """
     width = _WARP if warps else threads
     teams, tile = threads // width, width * _ITEMS
+    BINS, LIST = w.BINS, w.LIST  # shapes have to be constants of this function
     device = cuda.jit(device=True)
+    next_slack = device(w.next_slack)
 
     if warps:
 
@@ -127,25 +75,25 @@ def build(threads: int, warps: bool) -> Kernels:
 
     @device
     def finite(value):  # type: ignore[no-untyped-def]
-        return bits_of(value) & _MAGNITUDE < _INFINITE
+        return bits_of(value) & w.MAGNITUDE < w.INFINITE
 
     @device
     def advance(residual, gradient, velocity, rule, momentum, factor, i, group, state):  # type: ignore[no-untyped-def]
-        """Adds to one element, with a velocity, and gives what it then is."""
-        step = multiply(gradient[i], factor)
-        if rule == NESTEROV:
+        """Adds to one element, and gives what it then is."""
+        step = speed = multiply(gradient[i], factor)
+        if rule == w.NESTEROV:
             speed = multiply(velocity[i] + step, momentum)
             step = speed + step
-        else:
-            speed = multiply(velocity[i], momentum) + step
-            step = speed
+        elif rule == w.MOMENTUM:
+            step = speed = multiply(velocity[i], momentum) + step
         value = residual[i]
         if finite(value + step):
             value += step
-            velocity[i] = speed
             residual[i] = value
+            if rule != w.PLAIN:
+                velocity[i] = speed
         else:
-            state[group, SPOILED] = 1
+            state[group, w.SPOILED] = 1
         return value
 
     @device
@@ -153,7 +101,7 @@ def build(threads: int, warps: bool) -> Kernels:
         """Adds to the elements of this thread in a tile that is whole, without a velocity. All are read before the
         first is written, so that they are on their way together; this is most of what a selection does."""
         steps = cuda.local.array(_ITEMS, np.float32)
-        i = (first + cuda.threadIdx.x % width) & _INDEX
+        i = (first + cuda.threadIdx.x % width) & w.INDEX
         for item in range(_ITEMS):
             values[item] = residual[i + item * width]
         for item in range(_ITEMS):
@@ -167,39 +115,27 @@ def build(threads: int, warps: bool) -> Kernels:
                 values[item] = steps[item]
                 residual[i + item * width] = steps[item]
         else:
-            state[group, SPOILED] = 1
+            state[group, w.SPOILED] = 1
             for item in range(_ITEMS):
                 if finite(steps[item]):
                     values[item] = steps[item]
                     residual[i + item * width] = steps[item]
 
     @device
-    def load(  # type: ignore[no-untyped-def]
-        residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state
-    ):
+    def load(residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state):  # type: ignore[no-untyped-def]
         """The elements of this thread in the tile that begins at `first`, after addition; 0 beyond the end."""
-        if rule == PLAIN and first + tile <= end:
+        if rule == w.PLAIN and first + tile <= end:
             add_whole(residual, gradient, factor, first, values, group, state)
             return
         lane = cuda.threadIdx.x % width
         for item in range(_ITEMS):
-            i = (first + item * width + lane) & _INDEX
-            values[item] = residual[i] if i < end else np.float32(0)
-        if rule == PLAIN:
-            for item in range(_ITEMS):
-                i = (first + item * width + lane) & _INDEX
-                if i < end:
-                    total = values[item] + multiply(gradient[i], factor)
-                    if finite(total):
-                        values[item] = total
-                        residual[i] = total
-                    else:
-                        state[group, SPOILED] = 1
-        elif rule != NO_GRADIENT:
-            for item in range(_ITEMS):
-                i = (first + item * width + lane) & _INDEX
-                if i < end:
-                    values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i, group, state)
+            i = (first + item * width + lane) & w.INDEX
+            if i >= end:
+                values[item] = np.float32(0)
+            elif rule == w.NO_GRADIENT:
+                values[item] = residual[i]
+            else:
+                values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i, group, state)
 
     @device
     def clear(bins):  # type: ignore[no-untyped-def]
@@ -214,9 +150,9 @@ def build(threads: int, warps: bool) -> Kernels:
         cuda.threadfence()
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            last[0] = cuda.atomic.add(ticket, (group, ARRIVED), 1)
+            last[0] = cuda.atomic.add(ticket, (group, w.ARRIVED), 1)
             if last[0] == blocks - 1:
-                ticket[group, ARRIVED] = 0
+                ticket[group, w.ARRIVED] = 0
         cuda.syncthreads()
         if last[0] == blocks - 1:
             cuda.threadfence()
@@ -280,11 +216,11 @@ def build(threads: int, warps: bool) -> Kernels:
     def narrow(group, result, base, width_of_bin, left, state):  # type: ignore[no-untyped-def]
         """Notes what `pick` has found in bins that begin at a magnitude: one thread calls this."""
         if result[0] < 0:  # there are fewer than wanted: all of them
-            state[group, THRESHOLD], state[group, WIDTH], state[group, LEFT] = 1, 0, _MAGNITUDE
+            state[group, w.THRESHOLD], state[group, w.WIDTH], state[group, w.LEFT] = 1, 0, w.MAGNITUDE
         else:
-            state[group, THRESHOLD] = base + (result[0] << width_of_bin)
-            state[group, WIDTH] = width_of_bin
-            state[group, LEFT] = left - result[1]
+            state[group, w.THRESHOLD] = base + (result[0] << width_of_bin)
+            state[group, w.WIDTH] = width_of_bin
+            state[group, w.LEFT] = left - result[1]
 
     @device
     def part_of_team():  # type: ignore[no-untyped-def]
@@ -293,8 +229,8 @@ def build(threads: int, warps: bool) -> Kernels:
     @device
     def known(group, plan, state):  # type: ignore[no-untyped-def]
         """The threshold for `collect` that is known before there is a survey; 0: none is."""
-        threshold = plan[group, AT_LEAST]
-        return state[group, EXPECTED] if threshold == EXPECTED_ONE else threshold
+        threshold = plan[group, w.AT_LEAST]
+        return state[group, w.EXPECTED] if threshold == w.EXPECTED_ONE else threshold
 
     @cuda.jit
     def survey(  # type: ignore[no-untyped-def]
@@ -314,14 +250,14 @@ def build(threads: int, warps: bool) -> Kernels:
         for first in range(parts[part, 0], end, tile):
             load(residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state)
             for item in range(_ITEMS):
-                magnitude = bits_of(values[item]) & _MAGNITUDE
+                magnitude = bits_of(values[item]) & w.MAGNITUDE
                 if magnitude > 0:
-                    cuda.atomic.add(bins, magnitude >> COARSE, 1)
+                    cuda.atomic.add(bins, magnitude >> w.COARSE, 1)
         add_up(bins, group, histogram)
-        if is_last(group, plan[group, BLOCKS], ticket, last):
-            pick(group, histogram, bins, plan[group, K], result, sums)
+        if is_last(group, plan[group, w.BLOCKS], ticket, last):
+            pick(group, histogram, bins, plan[group, w.K], result, sums)
             if cuda.threadIdx.x == 0:
-                state[group, FLOOR] = max(1, result[0] << COARSE)
+                state[group, w.FLOOR] = max(1, result[0] << w.COARSE)
 
     @cuda.jit
     def collect(  # type: ignore[no-untyped-def]
@@ -331,8 +267,8 @@ def build(threads: int, warps: bool) -> Kernels:
         """Adds, where there was no survey. Where fewer than are wanted at least have reached the threshold, all
         elements are candidates, as if there were no room.
 
-        It also counts how far above the threshold they are: in steps of 2 ** DIGIT, where most are, and of the square
-        of that, beyond."""
+        It also counts how far above the threshold they are: in steps of 2 ** w.DIGIT, where most are, and of
+        2 ** w.WIDE beyond."""
         bins = cuda.shared.array(BINS, np.int32)
         result = cuda.shared.array(2, np.int64)
         sums = cuda.shared.array(threads, np.int32)
@@ -343,9 +279,9 @@ def build(threads: int, warps: bool) -> Kernels:
             reached[0] = 0
         clear(bins)
         group = groups[cuda.blockIdx.x]
-        threshold, least = known(group, plan, state), plan[group, LEAST]
+        threshold, least = known(group, plan, state), plan[group, w.LEAST]
         if threshold == 0:
-            threshold, rule, least = state[group, FLOOR], NO_GRADIENT, np.int64(0)
+            threshold, rule, least = state[group, w.FLOOR], w.NO_GRADIENT, np.int64(0)
         floor = np.uint32(threshold)
         part, lane = part_of_team(), cuda.threadIdx.x % width
         end = parts[part, 1]
@@ -354,81 +290,83 @@ def build(threads: int, warps: bool) -> Kernels:
             load(residual, gradient, velocity, rule, momentum, factor, first, end, values, group, state)
             hit = False
             for item in range(_ITEMS):
-                hit = hit or np.uint32(bits_of(values[item]) & _MAGNITUDE) >= floor
+                hit = hit or np.uint32(bits_of(values[item]) & w.MAGNITUDE) >= floor
             if some(hit):  # in most tiles there is none
                 for item in range(_ITEMS):
-                    magnitude = bits_of(values[item]) & _MAGNITUDE
+                    magnitude = bits_of(values[item]) & w.MAGNITUDE
                     hit = np.uint32(magnitude) >= floor
                     before, total = rank(hit)
                     if hit:
                         if found + before < candidates.shape[1]:
                             candidates[part, found + before] = first + item * width + lane
                         over = magnitude - threshold
-                        fine = over < BINS // 2 << DIGIT
-                        cuda.atomic.add(bins, over >> DIGIT if fine else BINS // 2 + (over >> _WIDE), 1)
+                        fine = over < BINS // 2 << w.DIGIT
+                        cuda.atomic.add(bins, over >> w.DIGIT if fine else BINS // 2 + (over >> w.WIDE), 1)
                     found += total
         if lane == 0:
             counts[part] = found
             cuda.atomic.add(reached, 0, found)
         add_up(bins, group, histogram)
         if cuda.threadIdx.x == 0:
-            cuda.atomic.add(ticket, (group, REACHED), reached[0])
-        if is_last(group, plan[group, BLOCKS], ticket, last):
+            cuda.atomic.add(ticket, (group, w.REACHED), reached[0])
+        if is_last(group, plan[group, w.BLOCKS], ticket, last):
             if cuda.threadIdx.x == 0:
-                reached[0] = cuda.atomic.exch(ticket, (group, REACHED), 0)
-                ticket[group, LISTED] = 0
-                state[group, ENDED] = 0
-            pick(group, histogram, bins, plan[group, K], result, sums)
+                reached[0] = cuda.atomic.exch(ticket, (group, w.REACHED), 0)
+                ticket[group, w.LISTED] = state[group, w.ENDED] = 0
+            pick(group, histogram, bins, plan[group, w.K], result, sums)
             enough = reached[0] >= least
             if cuda.threadIdx.x == 0:
-                state[group, COLLECTED] = reached[0]
-                state[group, FLOOR] = threshold if enough else 1
+                state[group, w.COLLECTED] = reached[0]
+                state[group, w.FLOOR] = threshold if enough else 1
                 if not enough:
-                    state[group, THRESHOLD], state[group, LEFT] = 0, plan[group, K]
-                    state[group, WIDTH] = MAGNITUDE_BITS
+                    state[group, w.THRESHOLD], state[group, w.LEFT] = 0, plan[group, w.K]
+                    state[group, w.WIDTH] = w.MAGNITUDE_BITS
                 elif result[0] < BINS // 2:
-                    narrow(group, result, threshold, DIGIT, plan[group, K], state)
+                    narrow(group, result, threshold, w.DIGIT, plan[group, w.K], state)
                 else:
                     result[0] -= BINS // 2
-                    narrow(group, result, threshold, _WIDE, plan[group, K], state)
+                    narrow(group, result, threshold, w.WIDE, plan[group, w.K], state)
             if not enough:
-                for other in range(plan[group, FIRST] + cuda.threadIdx.x, plan[group, END], threads):
+                for other in range(plan[group, w.FIRST] + cuda.threadIdx.x, plan[group, w.END], threads):
                     counts[other] = candidates.shape[1] + 1
-
-    @device
-    def candidate(parts, candidates, part, found, j):  # type: ignore[no-untyped-def]
-        """The index of a part's j-th candidate; every element is one where there was no room for those found."""
-        return candidates[part, j] if found <= candidates.shape[1] else parts[part, 0] + j
 
     @device
     def candidate_count(parts, candidates, part, found):  # type: ignore[no-untyped-def]
         return found if found <= candidates.shape[1] else parts[part, 1] - parts[part, 0]
 
+    @device
+    def candidate(residual, parts, candidates, part, found, j):  # type: ignore[no-untyped-def]
+        """The index of a part's j-th candidate, and its bits; every element is one where there was no room for those
+        found. Zeros beyond the last."""
+        i, bits = np.int64(0), np.int32(0)
+        if j < candidate_count(parts, candidates, part, found):
+            i = np.int64(candidates[part, j] if found <= candidates.shape[1] else parts[part, 0] + j)
+            bits = bits_of(residual[i])
+        return i, bits
+
     @cuda.jit
-    def count(  # type: ignore[no-untyped-def]
-        residual, parts, groups, candidates, counts, histogram, ticket, plan, state
-    ):
+    def count(residual, parts, groups, candidates, counts, histogram, ticket, plan, state):  # type: ignore[no-untyped-def]
         """Finds one more digit of the threshold, where it is not known yet."""
         bins = cuda.shared.array(BINS, np.int32)
         result = cuda.shared.array(2, np.int64)
         sums = cuda.shared.array(threads, np.int32)
         last = cuda.shared.array(1, np.int32)
         group = groups[cuda.blockIdx.x]
-        bits = state[group, WIDTH]
-        if bits == 0 or state[group, ENDED] == 1:
+        bits = state[group, w.WIDTH]
+        if bits == 0 or state[group, w.ENDED] == 1:
             return
         clear(bins)
-        floor, base, left = state[group, FLOOR], state[group, THRESHOLD], state[group, LEFT]
-        shift = max(0, bits - DIGIT)
+        floor, base, left = state[group, w.FLOOR], state[group, w.THRESHOLD], state[group, w.LEFT]
+        shift = max(0, bits - w.DIGIT)
         part = part_of_team()
         found = counts[part]
         size = candidate_count(parts, candidates, part, found)
         for j in range(cuda.threadIdx.x % width, size, width):
-            magnitude = bits_of(residual[candidate(parts, candidates, part, found, j)]) & _MAGNITUDE
+            magnitude = candidate(residual, parts, candidates, part, found, j)[1] & w.MAGNITUDE
             if magnitude >= max(floor, base) and (magnitude - base) >> bits == 0:
                 cuda.atomic.add(bins, (magnitude - base) >> shift, 1)
         add_up(bins, group, histogram)
-        if is_last(group, plan[group, BLOCKS], ticket, last):
+        if is_last(group, plan[group, w.BLOCKS], ticket, last):
             pick(group, histogram, bins, left, result, sums)
             if cuda.threadIdx.x == 0:
                 narrow(group, result, base, shift, left, state)
@@ -443,24 +381,22 @@ def build(threads: int, warps: bool) -> Kernels:
         team_larger = cuda.shared.array(teams, np.int32)
         team_equal = cuda.shared.array(teams, np.int32)
         group = groups[cuda.blockIdx.x]
-        bits = state[group, WIDTH]
-        if bits > DIGIT or (again and state[group, ENDED] == 1):
+        bits = state[group, w.WIDTH]
+        if bits > w.DIGIT or (again and state[group, w.ENDED] == 1):
             return
-        threshold, floor = state[group, THRESHOLD], state[group, FLOOR]
+        threshold, floor = state[group, w.THRESHOLD], state[group, w.FLOOR]
         part, lane, team = part_of_team(), cuda.threadIdx.x % width, cuda.threadIdx.x // width
         found = counts[part]
         size = candidate_count(parts, candidates, part, found)
         larger, equal = 0, 0
         for first in range(0, size, width):
-            i, magnitude = 0, 0
-            if first + lane < size:
-                i = candidate(parts, candidates, part, found, first + lane)
-                magnitude = bits_of(residual[i]) & _MAGNITUDE
+            i, found_bits = candidate(residual, parts, candidates, part, found, first + lane)
+            magnitude = found_bits & w.MAGNITUDE
             over = (magnitude - threshold) >> bits if magnitude >= max(floor, threshold) else -1
             larger += rank(over > 0)[1]
             equal += rank(over == 0)[1]
             if over == 0 and bits > 0:
-                entry = cuda.atomic.add(ticket, (group, LISTED), 1)
+                entry = cuda.atomic.add(ticket, (group, w.LISTED), 1)
                 if entry < near.shape[2]:
                     near[group, 0, entry], near[group, 1, entry] = i, magnitude - threshold
         if lane == 0:
@@ -473,10 +409,8 @@ def build(threads: int, warps: bool) -> Kernels:
                 equal += team_equal[other]
             above[part], ties[part] = larger, equal
             if team == teams - 1:
-                sums[cuda.blockIdx.x, 0], sums[cuda.blockIdx.x, 1] = (
-                    larger + team_larger[team],
-                    equal + team_equal[team],
-                )
+                sums[cuda.blockIdx.x, 0] = larger + team_larger[team]
+                sums[cuda.blockIdx.x, 1] = equal + team_equal[team]
 
     @device
     def before_block(sums, first, larger, equal):  # type: ignore[no-untyped-def]
@@ -502,18 +436,18 @@ def build(threads: int, warps: bool) -> Kernels:
         larger_after = cuda.shared.array(threads, np.int32)
         equal_after = cuda.shared.array(threads, np.int32)
         group = groups[cuda.blockIdx.x]
-        if again and state[group, ENDED] == 1:
+        if again and state[group, w.ENDED] == 1:
             return
-        bits, listed = state[group, WIDTH], ticket[group, LISTED]
-        header, room = plan[group, OUT], plan[group, ROOM]
-        tells = cuda.threadIdx.x == 0 and (cuda.blockIdx.x + 1) * teams == plan[group, END]
-        if bits > DIGIT or (bits > 0 and listed > near.shape[2]):
+        bits, listed = state[group, w.WIDTH], ticket[group, w.LISTED]
+        header, room = plan[group, w.OUT], plan[group, w.ROOM]
+        tells = cuda.threadIdx.x == 0 and (cuda.blockIdx.x + 1) * teams == plan[group, w.END]
+        if bits > w.DIGIT or (bits > 0 and listed > near.shape[2]):
             if tells:
-                out[header] = OPEN
+                out[header] = w.OPEN
             return
-        threshold, floor, left = state[group, THRESHOLD], state[group, FLOOR], state[group, LEFT]
+        threshold, floor, left = state[group, w.THRESHOLD], state[group, w.FLOOR], state[group, w.LEFT]
         part, lane = part_of_team(), cuda.threadIdx.x % width
-        larger, equal = before_block(sums, plan[group, FIRST] // teams, larger_after, equal_after)
+        larger, equal = before_block(sums, plan[group, w.FIRST] // teams, larger_after, equal_after)
         selected = larger + sums[cuda.blockIdx.x, 0] + min(left, equal + sums[cuda.blockIdx.x, 1])  # by the last block
         larger, equal = larger + above[part], equal + ties[part]
         if bits > 0:
@@ -523,7 +457,7 @@ def build(threads: int, warps: bool) -> Kernels:
                 cuda.atomic.add(bins, overs[entry], 1)
             cuda.syncthreads()
             choose(bins, left, result, larger_after)
-            selected, left, threshold = plan[group, K], left - result[1], threshold + result[0]
+            selected, left, threshold = plan[group, w.K], left - result[1], threshold + result[0]
             equal, start, digit = 0, parts[part, 0], result[0]
             for first in range(0, listed, width):  # those on the list that come before this part
                 entry, over = first + lane, -1
@@ -532,32 +466,23 @@ def build(threads: int, warps: bool) -> Kernels:
                 larger += rank(over > digit)[1]
                 equal += rank(over == digit)[1]
         if tells:
-            collected, k = state[group, COLLECTED], plan[group, K]
-            slack = state[group, SLACK]
-            if slack == 0 or collected < k:
-                slack = _MOST_SLACK
-            elif collected > 2 * k + k // 2 + 4 * _SPARE:
-                slack = max(_LEAST_SLACK, slack // 2)
-            elif collected < k + k // 4 + _SPARE:
-                slack = min(_MOST_SLACK, slack * 2)
-            known_next = collected >= k and threshold < _INFINITE
+            collected, k = state[group, w.COLLECTED], plan[group, w.K]
+            slack = next_slack(state[group, w.SLACK], collected, k)
+            known_next = collected >= k and threshold < w.INFINITE
             expected = max(1, threshold - slack) if known_next else 0
-            state[group, SLACK], state[group, EXPECTED] = slack, expected
-            state[group, ENDED] = 2 if again else 1
+            state[group, w.SLACK], state[group, w.EXPECTED] = slack, expected
+            state[group, w.ENDED] = 2 if again else 1
             out[header] = selected
             out[header + 1] = threshold
             out[header + 2] = expected
-            out[header + 3] = state[group, SPOILED]
-            state[group, SPOILED] = 0
+            out[header + 3] = state[group, w.SPOILED]
+            state[group, w.SPOILED] = 0
         found = counts[part]
         size = candidate_count(parts, candidates, part, found)
-        quota, position = max(0, left - equal), header + HEADER + larger + min(left, equal)
+        quota, position = max(0, left - equal), header + w.HEADER + larger + min(left, equal)
         for first in range(0, size, width):
-            i, bits_there, magnitude = 0, 0, 0
-            if first + lane < size:
-                i = candidate(parts, candidates, part, found, first + lane)
-                bits_there = bits_of(residual[i])
-                magnitude = bits_there & _MAGNITUDE
+            i, found_bits = candidate(residual, parts, candidates, part, found, first + lane)
+            magnitude = found_bits & w.MAGNITUDE
             wanted = magnitude >= floor and magnitude > threshold
             tied = magnitude >= floor and magnitude == threshold
             before, total = rank(tied)
@@ -567,19 +492,8 @@ def build(threads: int, warps: bool) -> Kernels:
             before, total = rank(wanted)
             if wanted:
                 out[position + before] = i
-                out[position + room + before] = bits_there
+                out[position + room + before] = found_bits
                 residual[i] = np.float32(0)
             position += total
 
-    @cuda.jit
-    def gather(values, indices, size, out):  # type: ignore[no-untyped-def]
-        for j in range(cuda.grid(1), size, cuda.gridsize(1)):
-            out[j] = values[indices[j]]
-
-    @cuda.jit
-    def put(indices, values, size, out, low, add):  # type: ignore[no-untyped-def]
-        for j in range(cuda.grid(1), size, cuda.gridsize(1)):
-            i = indices[j] - low
-            out[i] = out[i] + values[j] if add else values[j]
-
-    return Kernels(threads, teams, survey, collect, count, place, take, gather, put)
+    return {"teams": teams, "survey": survey, "collect": collect, "count": count, "place": place, "take": take}

@@ -41,9 +41,8 @@ from typing import Any
 
 import numpy as np
 
-from fusion_rt.kernels.cuda import _kernels
-from fusion_rt.kernels.cuda._kernels import HEADER as HEADER
-from fusion_rt.kernels.cuda._kernels import Kernels
+from fusion_rt.kernels.cuda import _kernels, _words
+from fusion_rt.kernels.cuda._words import HEADER as HEADER
 from fusion_rt.kernels.cuda.shim import SIMULATED, cuda, launcher
 
 NOTHING = 0x7FFFFFFF + 1
@@ -59,6 +58,19 @@ _LINE = 32  # elements of a line of the device's memory
 _ROOM = 4  # an index is kept aside for one of this many elements
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels for blocks of `threads`, of which `teams` work on a part each."""
+
+    threads: int
+    teams: int
+    survey: Any
+    collect: Any
+    count: Any
+    place: Any
+    take: Any
+
+
 @cache
 def kernels(threads: int = _THREADS, warps: bool = not SIMULATED) -> Kernels:
     """Kernels that are compiled when they are first launched, in about a second each.
@@ -71,7 +83,7 @@ def kernels(threads: int = _THREADS, warps: bool = not SIMULATED) -> Kernels:
         raise ValueError("the simulator has no instructions of warps; use warps=False")
     if not 1 <= threads <= 1024 or (warps and threads % 32):
         raise ValueError(f"a block has a multiple of 32 threads, at most 1024, not {threads}")
-    return _kernels.build(threads, warps)
+    return Kernels(threads, **_kernels.build(threads, warps))
 
 
 @dataclass
@@ -88,11 +100,11 @@ class Memory:
 
     def arguments(self) -> tuple[tuple[DeviceArray, ...], tuple[Any, ...]]:
         """The arguments of the kernels that add: arrays, and how."""
-        rule = _kernels.NO_GRADIENT
+        rule = _words.NO_GRADIENT
         if self.gradient is not None:
-            rule = _kernels.PLAIN
+            rule = _words.PLAIN
             if self.velocity is not None:
-                rule = _kernels.NESTEROV if self.nesterov else _kernels.MOMENTUM
+                rule = _words.NESTEROV if self.nesterov else _words.MOMENTUM
         unused = self.residual
         gradient = unused if self.gradient is None else self.gradient
         velocity = unused if self.velocity is None else self.velocity
@@ -128,10 +140,10 @@ class Found:
         divided = [divide(ranges, length, code.teams) for ranges in groups]
         ends = [0, *accumulate(map(len, divided))]
         bounds = np.concatenate(divided)
-        self._plan = np.zeros((len(divided), _kernels.PLAN), np.int64)
-        self._plan[:, _kernels.FIRST], self._plan[:, _kernels.END] = ends[:-1], ends[1:]
-        self._plan[:, _kernels.BLOCKS] = np.diff(ends) // code.teams
-        self._plan[:, _kernels.OUT], self._plan[:, _kernels.ROOM] = self.offsets[:-1], self.rooms
+        self._plan = np.zeros((len(divided), _words.PLAN), np.int64)
+        self._plan[:, _words.FIRST], self._plan[:, _words.END] = ends[:-1], ends[1:]
+        self._plan[:, _words.BLOCKS] = np.diff(ends) // code.teams
+        self._plan[:, _words.OUT], self._plan[:, _words.ROOM] = self.offsets[:-1], self.rooms
         longest = int((bounds[:, 1] - bounds[:, 0]).max())
         room = max(1, math.ceil(longest / _ROOM) if room is None else room)
         here = np.repeat(np.arange(len(divided), dtype=np.int32), np.diff(ends) // code.teams)
@@ -142,10 +154,10 @@ class Found:
         self.ties = cuda.device_array(len(bounds), np.int32)
         self.sums = cuda.device_array((len(here), 2), np.int32)
         most = max(sum(high - low for low, high in ranges) for ranges in groups)
-        self.near = cuda.device_array((len(divided), 2, max(1, min(_kernels.LIST, most))), np.int32)
-        self.histogram = cuda.to_device(np.zeros((len(divided), _kernels.BINS), np.int32), stream=stream)
-        self.ticket = cuda.to_device(np.zeros((len(divided), _kernels.TICKET), np.int32), stream=stream)
-        self.state = cuda.to_device(np.zeros((len(divided), _kernels.STATE), np.int64), stream=stream)
+        self.near = cuda.device_array((len(divided), 2, max(1, min(_words.LIST, most))), np.int32)
+        self.histogram = cuda.to_device(np.zeros((len(divided), _words.BINS), np.int32), stream=stream)
+        self.ticket = cuda.to_device(np.zeros((len(divided), _words.TICKET), np.int32), stream=stream)
+        self.state = cuda.to_device(np.zeros((len(divided), _words.STATE), np.int64), stream=stream)
         self.plan = cuda.to_device(self._plan, stream=stream)
         self._told: tuple[Any, ...] = ()
         self._launchers: dict[tuple[str, Any], Callable[..., None]] = {}
@@ -171,9 +183,9 @@ class Found:
         if news == self._told:
             return
         self._told = news
-        self._plan[:, _kernels.K] = ks
-        self._plan[:, _kernels.LEAST] = ks if least else 0
-        self._plan[:, _kernels.AT_LEAST] = _kernels.EXPECTED_ONE if thresholds is None else thresholds
+        self._plan[:, _words.K] = ks
+        self._plan[:, _words.LEAST] = ks if least else 0
+        self._plan[:, _words.AT_LEAST] = _words.EXPECTED_ONE if thresholds is None else thresholds
         self.plan.copy_to_device(self._plan.copy(), stream=stream)
 
     def launch(self, name: str, stream: Any, *arguments: Any) -> None:
@@ -199,7 +211,7 @@ class Taken:
     def __init__(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         room = (len(words) - HEADER) // 2
         self.count, self.threshold, self.expected = (int(word) for word in words[:3])
-        self.open, self.spoiled = self.count == _kernels.OPEN, bool(words[3])
+        self.open, self.spoiled = self.count == _words.OPEN, bool(words[3])
         self.indices = words[HEADER : HEADER + self.count]
         self.values = words[HEADER + room : HEADER + room + self.count].view(np.float32)
 
@@ -256,12 +268,6 @@ def take_above(
     take(memory.residual, found, out, stream=stream)
 
 
-def add(memory: Memory, found: Found, stream: Any = 0) -> None:
-    """Only adds."""
-    found.tell(found.rooms, [NOTHING] * len(found.rooms), least=False, stream=stream)
-    collect(memory, found, stream)
-
-
 def survey(memory: Memory, found: Found, stream: Any = 0) -> None:
     """Adds, in groups without a threshold, and finds one for `collect` that the k largest reach, and few others."""
     arrays, how = memory.arguments()
@@ -284,7 +290,7 @@ def collect(memory: Memory, found: Found, stream: Any = 0) -> None:
 def largest(residual: DeviceArray, found: Found, stream: Any = 0) -> None:
     """Finds the magnitude of the k-th largest of what has been put aside, and how many of its ties to take: `collect`
     has found all but its last digit, if its threshold was near."""
-    for _ in range(_kernels.PASSES):
+    for _ in range(_words.PASSES):
         found.launch(
             "count", stream, residual, found.parts, found.groups, found.candidates, found.counts, found.histogram,
             found.ticket, found.plan, found.state,
@@ -303,25 +309,6 @@ def take(residual: DeviceArray, found: Found, out: DeviceArray, again: bool = Fa
     )  # fmt: skip
     found.launch("place", stream, *where, found.ticket, found.state)
     found.launch("take", stream, *where, out, found.ticket, found.plan, found.state)
-
-
-def gather(
-    values: DeviceArray, indices: DeviceArray, out: DeviceArray, code: Kernels | None = None, stream: Any = 0
-) -> None:
-    """out[j] = values[indices[j]]; indices int32, values and out float32. Indices are not checked."""
-    code = code or kernels()
-    launcher(code.gather, _blocks(len(indices), code), code.threads, stream)(values, indices, len(indices), out)
-
-
-def put(
-    indices: DeviceArray, values: DeviceArray, out: DeviceArray, low: int = 0, add: bool = False,
-    code: Kernels | None = None, stream: Any = 0,
-) -> None:  # fmt: skip
-    """Writes or adds values to those elements of `out` that have the indices, of which `out` has those from `low` on.
-    Indices are different from each other; they are not checked."""
-    code = code or kernels()
-    launch = launcher(code.put, _blocks(len(indices), code), code.threads, stream)
-    launch(indices, values, len(indices), out, low, add)
 
 
 def part_length(size: int, parts: int, least: int, multiple: int = 1) -> int:
@@ -345,7 +332,3 @@ def divide(ranges: Sequence[Range], length: int, multiple: int = 1) -> np.ndarra
     ]
     rows += [(0, 0)] * (-len(rows) % multiple if rows else multiple)
     return np.array(rows, np.int32)
-
-
-def _blocks(n: int, code: Kernels) -> int:
-    return max(1, min(_BLOCKS, math.ceil(n / code.threads)))

@@ -17,7 +17,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
 from fusion_rt.kernels.cuda import selection
-from fusion_rt.kernels.cuda._kernels import BINS, COLLECTED, TICKET
+from fusion_rt.kernels.cuda._words import BINS, COLLECTED, TICKET
 from fusion_rt.kernels.cuda.selection import Found, Memory, Taken, words
 from fusion_rt.kernels.cuda.shim import cuda
 from tests.kernels import reference

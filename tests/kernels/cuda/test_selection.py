@@ -12,7 +12,7 @@ import pytest
 if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
 
-from fusion_rt.kernels.cuda import _kernels, selection
+from fusion_rt.kernels.cuda import _words, selection
 from fusion_rt.kernels.cuda.selection import NOTHING, Found, Memory, Range, Taken, words
 from fusion_rt.kernels.cuda.shim import cuda
 from tests.kernels import reference
@@ -117,7 +117,7 @@ def test_only_what_reaches_the_threshold_is_taken(threshold: int) -> None:
     residual, gradient = numbers(41, 3, 0.6), np.zeros(41, np.float32)
     reached = int((reference.magnitudes(residual) >= threshold).sum())
     taken, _, found = select(residual, 15, gradient, threshold=threshold)
-    assert found.state.copy_to_host()[0, _kernels.COLLECTED] == reached
+    assert found.state.copy_to_host()[0, _words.COLLECTED] == reached
     assert taken.count == min(15, reached)
 
 
@@ -136,7 +136,7 @@ def test_many_that_differ_in_the_last_digit_only_are_told_apart(monkeypatch: pyt
     rng = np.random.default_rng(3)
     values = (ONE + rng.integers(0, 60, 90)).astype(np.int32).view(np.float32) * rng.choice([-1, 1], 90)
     for most in (2048, 89, 90):
-        monkeypatch.setattr(_kernels, "LIST", most)
+        monkeypatch.setattr(_words, "LIST", most)
         for k in (1, 30, 31, 89):
             select(values.astype(np.float32), k, parts=7, floor=ONE - 5)
 
@@ -198,27 +198,6 @@ def test_one_set_of_buffers_serves_any_number_of_selections() -> None:
         _, left, _ = select(left, k, rng.standard_normal(30).astype(np.float32), found=found)
 
 
-def test_a_pass_may_only_add() -> None:
-    residual, gradient = numbers(20, 1, 0.5), numbers(20, 2, 0.5)
-    memory, found = Memory(device(residual), device(gradient)), Found([[(0, 20)]], [1], CODE, parts=2)
-    selection.add(memory, found)
-    same(memory.residual.copy_to_host(), reference.added(residual, gradient, None, 0.0, False, 1.0)[0])
-
-
-@pytest.mark.parametrize("add", [False, True])
-def test_values_are_fetched_and_put_where_they_belong(add: bool) -> None:
-    rng = np.random.default_rng(6)
-    indices = np.sort(rng.choice(40, 9, replace=False)).astype(np.int32)
-    values, out = rng.standard_normal(9, np.float32), cuda.to_device(rng.standard_normal(40, np.float32))
-    expected = out.copy_to_host()
-    expected[indices] = expected[indices] + values if add else values
-    selection.put(device(indices + np.int32(70)), device(values), out, 70, add, CODE)
-    assert out.copy_to_host().tobytes() == expected.tobytes()
-    fetched = cuda.to_device(np.zeros(9, np.float32))
-    selection.gather(out, device(indices), fetched, CODE)
-    assert fetched.copy_to_host().tobytes() == expected[indices].tobytes()
-
-
 GROUPS: list[list[Range]] = [[(0, 9), (12, 20)], [(20, 23)], [(30, 61)], [(61, 62)]]
 
 
@@ -270,8 +249,8 @@ def test_the_next_threshold_is_expected_the_nearer_to_the_last_the_more_was_coll
     for step in range(7):
         taken, _, _ = select(crowded if step < 5 else crowded * np.float32(0.5), k, found=found, floor=1)
         state = found.state.copy_to_host()[0]
-        assert state[_kernels.EXPECTED] == taken.expected
-        slacks.append(int(state[_kernels.SLACK]))
+        assert state[_words.EXPECTED] == taken.expected
+        slacks.append(int(state[_words.SLACK]))
         if step < 5:
             assert taken.expected == taken.threshold - slacks[-1]
     most = slacks[0]

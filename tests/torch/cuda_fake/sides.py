@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from fusion_rt.kernels.cuda import selection, side
-from fusion_rt.kernels.cuda._kernels import OPEN
+from fusion_rt.kernels.cuda._words import OPEN
 from fusion_rt.kernels.selection import Range
 from tests.torch.cuda_fake.streams import FakeStream
 from tests.torch.sync.test_gpu_selection import HostSelector
