@@ -45,6 +45,25 @@ def clean(seed: int) -> Case:
     return Case(seed, _shape(np.random.default_rng((seed, 1)), seed))
 
 
+def uneven(seed: int) -> Case:
+    """Draws a job without a fault on busy machines, whose daemons are late now and then: those with more ranks more
+    often."""
+    generator = np.random.default_rng((seed, 3))
+    shape = _shape(generator, seed)
+    nodes = max(2, shape.nodes)
+    step = shape.forward + shape.backward
+    shape = replace(
+        shape,
+        nodes=nodes,
+        per_node=(int(generator.integers(2, 5)), *generator.integers(1, 3, nodes - 1).tolist()),
+        late=float(generator.uniform(0.02, 0.2)),
+        hiccup=step * float(generator.uniform(0.1, 0.8)),
+        skews={},
+        drifts={},
+    )
+    return Case(seed, shape)
+
+
 def faulty(seed: int) -> Case:
     """Draws a job with a fault; kinds of faults and patterns take turns."""
     generator = np.random.default_rng((seed, 2))

@@ -63,13 +63,16 @@ class Shape:
     """A job and its noise.
 
     Attributes:
+        per_node: how many ranks each node has, in place of `ranks_per_node`.
         exchange: ring or owners.
         waits: where scripts wait for buckets: backward, or step.
         loss: whether a number is reduced after each step, negotiated each time, and waited for; `direct`: it goes
             from every node to every other one, whatever `exchange` is.
         noise: of all computing, standard deviation of its logarithm; `host_noise`: common to the ranks of a host;
             `common`: to all ranks; `uneven`: of ranks' speeds, always.
-        hiccups: by how likely a rank stands still in a step, for `hiccup` ns on average.
+        hiccups: by how likely a rank stands still in a step, for `hiccup` ns on average. late: by how likely a daemon
+            is that late for what a rank hands over, since others have its processor.
+        processors: of the one machine that all nodes are on; 0: each node is on its own.
         skews, drifts, round_trip: of clocks, by node; ns, parts per million, ns.
     """
 
@@ -95,6 +98,9 @@ class Shape:
     uneven: float = 0.0
     hiccups: float = 0.0
     hiccup: float = 0.0
+    late: float = 0.0
+    per_node: tuple[int, ...] = ()
+    processors: int = 0
     skews: Mapping[int, int] = field(default_factory=dict)
     drifts: Mapping[int, float] = field(default_factory=dict)
     round_trip: float = 200 * US
@@ -102,7 +108,16 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Ranks of each node."""
+        return self.per_node or (self.ranks_per_node,) * self.nodes
+
+    def ranks_of(self, node: int) -> range:
+        first = sum(self.counts[:node])
+        return range(first, first + self.counts[node])
 
 
 @dataclass(frozen=True)
@@ -161,14 +176,18 @@ class _Run:
         size = shape.steps, shape.ranks
         speed = np.exp(generator.normal(0, 1, shape.ranks) * shape.uneven)
         per_rank = generator.normal(0, 1, (4, *size)) * shape.noise
-        per_host = generator.normal(0, 1, (shape.steps, shape.nodes)).repeat(shape.ranks_per_node, 1) * shape.host_noise
+        per_host = generator.normal(0, 1, (shape.steps, shape.nodes)).repeat(shape.counts, 1) * shape.host_noise
         everybody = generator.normal(0, 1, (shape.steps, 1)) * shape.common
         self.compute = np.exp(per_rank + per_host + everybody) * speed
         self.stalls = (generator.random(size) < shape.hiccups) * generator.exponential(1.0, size) * shape.hiccup
         self.small = np.exp(generator.normal(0, 1, (shape.steps, 4096)) * max(shape.noise, 0.02)).tolist()
         self.random = generator
+        other = np.random.default_rng((shape.seed, 1))
+        messages = *size, shape.buckets + 2
+        self.late = (other.random(messages) < shape.late) * other.exponential(1.0, messages) * shape.hiccup
         self.names = [""] + [f"bucket {number}" for number in range(shape.buckets)] + ["loss"]
-        self.workers = [_Tape(Role.WORKER, rank, rank // shape.ranks_per_node) for rank in range(shape.ranks)]
+        nodes = range(shape.nodes)
+        self.workers = [_Tape(Role.WORKER, rank, node) for node in nodes for rank in shape.ranks_of(node)]
         self.daemons = [_Tape(Role.DAEMON, node, node) for node in range(shape.nodes)]
         self.now = [float(START + MS * (1 + rank % 3)) for rank in range(shape.ranks)]
         self.stopped: set[int] = set()
@@ -229,7 +248,8 @@ class _Run:
                     pid=100 + tape.number, rank=tape.number, node=tape.node, nodes=self.shape.nodes, role=tape.role,
                     host=f"host{tape.node}", job="diagnosis", written=len(records), names_nbytes=0, lost_names=0,
                     path=f"/{tape.role.name}-{tape.number}", names=tuple(self.names), records=records, overwritten=0,
-                    problems=(), machine="", processors=0.0,
+                    problems=(), machine="one" if self.shape.processors else "",
+                    processors=float(self.shape.processors),
                 )
             )  # fmt: skip
         return rings
@@ -375,7 +395,7 @@ class _Run:
         for (name, node), end in ended.items():
             end += self._work(node, step, 2 * US, 17 * node + name)
             self._add(self.daemons[node], Kind.RUN_END, end, name, step)
-            for rank in range(node * shape.ranks_per_node, (node + 1) * shape.ranks_per_node):
+            for rank in shape.ranks_of(node):
                 end += 3 * US
                 self._add(self.daemons[node], Kind.ANSWERED, end, name, step, peer=rank)
                 answered[name, rank] = end
@@ -383,8 +403,8 @@ class _Run:
 
     def _begin(self, name: int, node: int, step: int, parts: Mapping[int, float]) -> float:
         shape, tape, ready = self.shape, self.daemons[node], 0.0
-        for rank in range(node * shape.ranks_per_node, (node + 1) * shape.ranks_per_node):
-            came = parts[rank] + self._work(node, step, 30 * US, 31 * rank + name)
+        for rank in shape.ranks_of(node):
+            came = parts[rank] + self._work(node, step, 30 * US, 31 * rank + name) + self.late[step, rank, name]
             self._add(tape, Kind.READY, came, name, step, peer=rank)
             ready = max(ready, came)
         begin = ready + 5 * US
@@ -396,7 +416,7 @@ class _Run:
             self._add(tape, Kind.NEGOTIATE_END, begin, name, step)
         nbytes = shape.bucket_nbytes if name <= shape.buckets else 4
         self._add(tape, Kind.RUN_BEGIN, begin, name, step, nbytes)
-        if shape.ranks_per_node > 1:
+        if shape.counts[node] > 1:
             begin = self._kernel(name, node, step, begin, nbytes, 3)
         return begin
 

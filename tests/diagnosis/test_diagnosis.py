@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.diagnosis.cases import FAULTS, clean, faulty
+from tests.diagnosis.cases import FAULTS, clean, faulty, uneven
 from tests.diagnosis.scoring import judge, score
 
 FIRST = 5_000
@@ -27,4 +27,9 @@ def test_faults_are_named_with_what_they_cost_and_nothing_else_is() -> None:
 
 def test_nobody_is_named_in_jobs_without_a_fault() -> None:
     verdicts = [judge(clean(seed)) for seed in range(FIRST, FIRST + 12)]
+    assert [each.told for each in verdicts if each.wrong] == []
+
+
+def test_daemons_are_not_named_for_having_more_ranks() -> None:
+    verdicts = [judge(uneven(seed)) for seed in range(FIRST, FIRST + 12)]
     assert [each.told for each in verdicts if each.wrong] == []

@@ -187,3 +187,23 @@ def test_costs_never_add_up_to_more_than_the_time_that_was_lost() -> None:
         shape = dataclasses.replace(SHAPE, noise=0.3, hiccups=0.2, hiccup=40 * MS, seed=seed)
         made = make(shape, slow({seed % 4}, 20 * MS))
         assert sum(finding.lost for finding in find(made.trace)) < made.took
+
+
+@pytest.mark.parametrize(
+    ("processors", "named"), [(0, [1]), (2, []), (16, [1])], ids=["hosts", "one host", "a large one"]
+)
+def test_which_daemon_waits_for_a_processor_of_a_full_machine_is_nobodys_fault(
+    processors: int, named: list[int]
+) -> None:
+    """Three workers and three daemons share two processors, or 16, or each node has its own."""
+    shape = dataclasses.replace(SHAPE, nodes=3, ranks_per_node=1, processors=processors)
+    made = make(shape, Fault("daemon", (1.0,) * shape.steps, nodes=frozenset({1}), more=2 * MS))
+    assert [finding.node for finding in find(made.trace)] == named
+
+
+def test_a_slow_daemon_is_named_where_others_have_as_many_ranks() -> None:
+    shape = dataclasses.replace(SHAPE, nodes=4, per_node=(1, 2, 2, 2))
+    made = make(shape, Fault("daemon", (1.0,) * shape.steps, nodes=frozenset({2}), more=2 * MS))
+    (finding,) = find(made.trace)
+    assert (finding.cause, finding.node) == ("daemon", 2)
+    assert finding.lost == pytest.approx(made.cost, rel=0.05)

@@ -17,6 +17,7 @@ Where rings are missing, ranks are not compared: one of those that nobody knows 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -38,6 +39,7 @@ from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.operations import operations
 from fusion_trace.simulate.links import one_shaper
 from fusion_trace.simulate.model import Link
+from fusion_trace.simulate.sharing import on_one_full_machine
 
 WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
 CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike
@@ -67,7 +69,7 @@ class Finding:
         share: of the time of all steps.
         steps: numbers of the steps in which it was slow.
         of: how many steps were looked at.
-        extra: by how much it was slower in these, ns, the median.
+        extra: by how much it was slower in these, ns, the median; most: in the worst one.
         every: n if it is slow in every n-th step; 0 if it is not regular.
         typical: what it took in these steps, ns, the median; `usual`: what the others took.
         chance: how likely somebody would cost as much by chance alone.
@@ -83,6 +85,7 @@ class Finding:
     steps: tuple[int, ...]
     of: int
     extra: int
+    most: int
     every: int
     typical: int
     usual: int
@@ -133,6 +136,8 @@ class _Inquiry:
             return ()
         costs = self._shared(units)
         found = [self._finding(unit, cost) for unit, cost in zip(units, costs, strict=True)]
+        if on_one_full_machine(self.trace.processes):  # which daemon waits for a processor is the kernel's choice
+            found = [each for each in found if each.cause != "daemon"]
         worth = [each for each in found if each.lost >= WORTH_TELLING * self.whole]
         return tuple(sorted(worth, key=lambda each: -each.lost))
 
@@ -268,7 +273,8 @@ class _Inquiry:
     def _against_others(self, cause: str, costs: Floats, column: int) -> tuple[float, bool]:
         """Returns how likely a column's costs are by chance, and whether nobody else's are anywhere near them.
 
-        Those of the same host do not count as others, since the host may be what is slow.
+        Those of the same host do not count as others, since the host may be what is slow; nor do daemons with fewer
+        ranks, which have less to do.
         """
         likely, singular = 1.0, False
         for fellows in self._fellows(cause, column):
@@ -283,8 +289,12 @@ class _Inquiry:
         return min(likely, 1.0), singular
 
     def _fellows(self, cause: str, column: int) -> list[set[int]]:
-        """Returns sets of columns that may be slow for the same reason; the first one is empty."""
+        """Returns sets of columns that may be slow for the same reason, or, of daemons, have less to do."""
         book, links = self.book, self.used.links
+        if cause == "daemon":
+            ranks = Counter(book.node_of.values())
+            own = ranks[self.used.nodes[column]]
+            return [{place for place, node in enumerate(self.used.nodes) if ranks[node] < own}]
         found: list[set[int]] = [set()]
         if cause == "compute":
             node = book.node_of[book.ranks[column]]
@@ -368,6 +378,7 @@ class _Inquiry:
             steps=tuple(book.steps[slow].tolist()),
             of=len(book.steps),
             extra=round(float(np.median(signal[slow]))),
+            most=round(float(signal[slow].max())),
             every=evidence.period_of(book.steps[slow]),
             typical=round(float(np.median(took[slow]))),
             usual=round(float(np.median(usual[slow]))),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import Step
 from fusion_trace.simulate.programs import Compute, Event
@@ -47,25 +47,36 @@ def machines_of(trace: JobTrace, nodes: Sequence[int], steps: Sequence[Sequence[
         steps: of each rank, those that were chosen.
     """
     processes = [process for process in trace.processes if process.node in nodes]
-    if not all(process.machine and process.processors for process in processes):
+    needs = _needs(processes)
+    used = _of_daemons(trace, nodes, steps) if needs else None
+    if used is None or all(wanted <= there for wanted, there in needs.values()):
         return None
+    numbers = {machine: number for number, machine in enumerate(needs)}
+    machine_of = {process.node: numbers[process.machine] for process in processes}
+    return Machines(tuple(machine_of[node] for node in nodes), tuple(there for _, there in needs.values()), used)
+
+
+def on_one_full_machine(processes: Sequence[Process]) -> bool:
+    """Says whether all processes are known to be on one machine that has fewer processors than they may want."""
+    needs = _needs(processes)
+    return len(needs) == 1 and all(wanted > there for wanted, there in needs.values())
+
+
+def _needs(processes: Sequence[Process]) -> dict[str, tuple[int, int]]:
+    """Returns, by machine, how many processors its processes may want, and how many there are; nothing where that was
+    not recorded."""
+    if not all(process.machine and process.processors for process in processes):
+        return {}
     on: dict[str, list[Process]] = defaultdict(list)
     for process in processes:
         on[process.machine].append(process)
-    wanted = {
-        machine: sum(
-            1 if process.rank in trace.workers and process is trace.workers[process.rank] else THREADS
-            for process in its
+    return {
+        machine: (
+            sum(1 if process.role == Role.WORKER else THREADS for process in its),
+            max(1, round(max(process.processors for process in its))),
         )
         for machine, its in on.items()
     }
-    there = {machine: max(1, round(max(process.processors for process in its))) for machine, its in on.items()}
-    used = _of_daemons(trace, nodes, steps)
-    if used is None or all(wanted[machine] <= there[machine] for machine in on):
-        return None
-    numbers = {machine: number for number, machine in enumerate(on)}
-    machine_of = {process.node: numbers[process.machine] for process in processes}
-    return Machines(tuple(machine_of[node] for node in nodes), tuple(there.values()), used)
 
 
 def _of_daemons(trace: JobTrace, nodes: Sequence[int], steps: Sequence[Sequence[Step]]) -> float | None:
