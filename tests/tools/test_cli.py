@@ -138,6 +138,7 @@ def test_the_page_of_stragglers_says_who_why_and_when(directory: str) -> None:
     assert " in 3 of 7 steps; " in line
     assert line.endswith("% of the time")
     assert "stands out" not in shown
+    assert "--json" not in shown  # all steps are there
     shown = run("stragglers", directory, "--steps", "4:")
     assert "rank 3" in shown
     assert "too few to compare" in run("stragglers", directory, "--steps", "6:")
@@ -291,3 +292,4 @@ def test_times_sizes_and_numbers_in_words() -> None:
     assert [size(n) for n in (3, 2048, 5 << 20)] == ["3 B", "2.00 KiB", "5.00 MiB"]
     assert numbers([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
     assert numbers(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10 and 14 more"
+    assert numbers([1, 3, 5, 7, 9, 11, 20, 21, 22, 30]) == "1, 3, 5, 7, 9, 11 and 4 more"

@@ -14,6 +14,8 @@ import pytest
 from fusion_trace.analyse.stragglers import Finding, find
 from fusion_trace.read import job as jobs
 from fusion_trace.read.choice import StepRange
+from fusion_trace.report import stragglers_page
+from fusion_trace.report.wording import duration
 from tests.diagnosis.generator import Fault, Shape, make
 from tests.tools.synthetic import MS, Job, S, Straggler, simulate
 
@@ -138,6 +140,21 @@ def test_rare_excess_is_said_as_what_it_adds_and_how_often() -> None:
     assert (finding.rank, finding.steps, finding.every) == (2, (7, 19, 31, 43, 55), 12)
     assert finding.extra == pytest.approx(300 * MS, rel=0.02)
     assert finding.lost == pytest.approx(made.cost, rel=0.02)
+
+
+def test_a_step_far_worse_than_the_others_is_said_beside_what_is_usual(capsys: pytest.CaptureFixture[str]) -> None:
+    """20 ms in each second step, of which one takes 8 s: nobody could see in 30 times 20 ms how 8.6 s were lost."""
+    when = tuple(1.0 if step == 31 else 20 / 8000 * (step % 2) for step in range(SHAPE.steps))
+    made = make(SHAPE, Fault("forward", when, ranks=frozenset({2}), more=8 * S))
+    (finding,) = find(made.trace)
+    assert finding.extra == pytest.approx(20 * MS, rel=0.05)
+    assert finding.most == pytest.approx(8 * S, rel=0.01)
+    assert finding.lost <= 29 * 1.05 * finding.extra + finding.most
+    stragglers_page.show(made.trace, [finding], finding.of)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{duration(finding.extra)} (at most +{duration(finding.most)}) in 30 of 60 steps, every 2nd" in shown
+    assert "9, 11 and 24" in shown
+    assert "--json has all steps" in shown
 
 
 def test_two_slow_ranks_share_what_both_have_cost() -> None:

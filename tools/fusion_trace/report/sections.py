@@ -195,7 +195,10 @@ def _stragglers(report: Report) -> Section:
         "stragglers",
         "Who is slower than the others",
         told=told or (nobody,),
-        about=("Red: in this step the rank's own work took longer than that of the median rank; blue: less long.",),
+        about=(
+            "Red: in this step the rank's own work took longer than that of the median rank; blue: less long. "
+            "`fusion-trace stragglers --json` has all steps in which somebody is slow.",
+        ),
         charts=(charts.slower_map(report.columns, [rank.rank for rank in report.ranks]),),
         tables=(table,) if found else (),
     )

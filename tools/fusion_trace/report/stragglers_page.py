@@ -45,11 +45,17 @@ def _ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
+def _extra(finding: Finding) -> str:
+    """Says by how much it is slower, and what the worst step was where that is another matter."""
+    worst = f" (at most +{duration(finding.most)})" if finding.most > 3 * finding.extra else ""
+    return f"+{duration(finding.extra)}{worst}"
+
+
 def sentence(trace: JobTrace, finding: Finding) -> str:
     """Says a finding in a sentence."""
     doubt = ", which may be chance" if finding.chance > LIKELY else ""
     return (
-        f"{place(trace, finding)}: {cause(finding)}, +{duration(finding.extra)} in {how_often(finding)}; "
+        f"{place(trace, finding)}: {cause(finding)}, {_extra(finding)} in {how_often(finding)}; "
         f"{duration(finding.lost)} lost, {share(finding.share)} of the time{doubt}"
     )
 
@@ -58,7 +64,7 @@ def rows_of(trace: JobTrace, found: Sequence[Finding]) -> Table:
     """Returns a table of all findings, a row each."""
     rows = (
         (
-            place(trace, each), cause(each), duration(each.lost), share(each.share), f"+{duration(each.extra)}",
+            place(trace, each), cause(each), duration(each.lost), share(each.share), _extra(each),
             how_often(each), "by chance?" if each.chance > LIKELY else "", numbers(each.steps),
         )
         for each in found
@@ -92,4 +98,6 @@ def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
             out.print(Text(sentence(trace, each), "red"), soft_wrap=True)
         out.print()
         print_table(out, rows_of(trace, found))
+        if any(numbers(each.steps) != numbers(each.steps, each.of) for each in found):
+            out.print("--json has all steps")
     problems(out, (problem for problem in trace.problems if problem not in told))

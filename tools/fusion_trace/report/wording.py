@@ -40,8 +40,8 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def numbers(values: Sequence[int]) -> str:
-    """Returns increasing numbers as ranges: `1-4, 7`."""
+def numbers(values: Sequence[int], most: int = 6) -> str:
+    """Returns increasing numbers as ranges, `1-4, 7`; with more than `most` of these, how many numbers are left out."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][1] + 1:
@@ -49,7 +49,8 @@ def numbers(values: Sequence[int]) -> str:
         else:
             runs.append([value, value])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if shown[6:] else "")
+    left = sum(last - first + 1 for first, last in runs[most:])
+    return ", ".join(shown[:most]) + (f" and {left} more" if left else "")
 
 
 def console() -> Console:
