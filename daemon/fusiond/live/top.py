@@ -156,7 +156,7 @@ def _first(rows: Sequence[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str,
 
 
 def _nodes(nodes: Sequence[NodeRates]) -> _Rows:
-    columns = "host", "state", "ops/s", "reduced/s", "CPU", "memory", "queue", "saved", "staleness"
+    columns = "host", "state", "ops/s", "reduced/s", "CPU", "memory", "pending", "saved", "staleness"
     rows = [
         (
             (

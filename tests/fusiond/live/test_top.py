@@ -97,7 +97,7 @@ def test_a_large_job_fits_a_screen_of_80_columns_and_24_lines_with_what_needs_a_
     assert "more ranks" in text
     assert "more hosts" in text
     assert "more links" in text
-    for head in ("ops/s", "reduced/s", "CPU", "memory", "queue", "saved", "late (ms)", "not acknowledged"):
+    for head in ("ops/s", "reduced/s", "CPU", "memory", "pending", "saved", "late (ms)", "not acknowledged"):
         assert head in text  # none is cut
 
 
