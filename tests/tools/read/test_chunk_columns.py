@@ -9,8 +9,10 @@ import pytest
 
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read import chunk_columns
+from fusion_trace.read.chunk_columns import ChunkColumns
 from fusion_trace.read.chunks import OF_LINKS, Chunk, Row, of_link
 from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.operations import operations
 from fusion_trace.read.ring_reader import RECORD_DTYPE
 
@@ -67,3 +69,13 @@ def test_chunks_are_joined_alike(numbered: list[int], seed: int, monkeypatch: py
         joined += sum(chunk.sent is not None and chunk.received is not None for chunk in operation.chunks)
     assert sum(len(operation.chunks) for operation in every.values()) == len(every.chunks)
     assert joined or numbered[1] != numbered[2] or numbered[1] > 9  # else some numbers are the same by chance
+
+
+def test_a_chunk_has_its_link_for_itself_once_those_before_it_have_come() -> None:
+    """Three are handed to the link from 0 to 1 at once, and one when it is empty again. The last one never comes."""
+    sent = np.array([0, 1, 2, 50, 60, 5], np.int64)
+    received = np.array([10, 20, 30, 60, NEVER, 9], np.int64)
+    target = np.array([1, 1, 1, 1, 1, 2])
+    none = np.zeros(len(sent), np.int64)
+    chunks = ChunkColumns(none, none, target, none, none, sent, sent, received, received)
+    assert chunks.alone().tolist() == [0, 10, 20, 50, NEVER, 5]

@@ -10,8 +10,8 @@ Phases of a bucket at one clock, of which medians over clocks and ranks (or node
 | negotiate | the coordinator is asked | and has answered |
 | run | the daemon starts it | results are where they belong |
 | kernels | within run | reducing, encoding, decoding |
-| queue | a chunk waits to be sent | it is handed to the link |
-| wire | a chunk is sent | and received |
+| queue | a chunk may be sent | it is the first on its link: before, there was no credit, or others were carried |
+| wire | a chunk is the first on its link | and received |
 | take | a chunk is received | and used |
 | answer | the daemon answers | the worker has read it |
 | wait | within the step | the script is kept waiting for it |
@@ -66,7 +66,6 @@ class BucketTimes:
 
     Attributes:
         nbytes: of it, the most that was handed over.
-        fill: of the largest bucket of its plan, how much it is (0 to 1); None outside a plan.
         tensors: in it.
         times: how often it was exchanged.
         flushes: by reason, how often a rank handed it over for it.
@@ -76,7 +75,6 @@ class BucketTimes:
     name: str
     plan: int
     nbytes: int
-    fill: float | None
     tensors: int
     times: int
     flushes: Mapping[str, int]
@@ -135,13 +133,11 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
     phases = _Phases(trace, every, group, [{tensor for tensor, _ in its} for its in members]).medians()
     result = []
     for number, (plan, name) in enumerate(keys):
-        largest = max(size for (of, _), size in zip(keys, sizes, strict=True) if of == plan)
         result.append(
             BucketTimes(
                 name=name,
                 plan=plan,
                 nbytes=sizes[number],
-                fill=sizes[number] / largest if plan and largest else None,
                 tensors=len(members[number]) or 1,
                 times=int(times[number]),
                 flushes=flushes[number],
@@ -204,8 +200,9 @@ class _Phases:
         for node, rows in self._every.index.daemons.items():
             self._of_daemon(node, rows, submitted)
         chunks = self._every.chunks
-        self._note("queue", chunks.queued, chunks.sent, chunks.of)
-        self._note("wire", chunks.sent, chunks.received, chunks.of)
+        first = chunks.alone()
+        self._note("queue", np.where(chunks.queued == NEVER, chunks.sent, chunks.queued), first, chunks.of)
+        self._note("wire", first, chunks.received, chunks.of)
         self._note("take", chunks.received, chunks.taken, chunks.of)
         found: list[dict[str, int]] = [{} for _ in self._members]
         for phase in PHASES:
@@ -217,10 +214,14 @@ class _Phases:
         return found
 
     def _note(self, phase: str, begin: Ints, end: Ints, of: Ints | None = None) -> None:
-        """Notes the time between what was recorded on both sides. `of`: the operations; by default all."""
+        """Notes the time between what was recorded on both sides; clocks that disagree make none negative.
+
+        Args:
+            of: the operations; by default all.
+        """
         group = self._group if of is None else self._group[of]
         there = (begin != NEVER) & (end != NEVER) & (group >= 0)
-        self._seen[phase].append((group[there], end[there] - begin[there]))
+        self._seen[phase].append((group[there], np.maximum(end[there] - begin[there], 0)))
 
     def _note_lengths(self, phase: str, of: Ints, lengths: Ints) -> None:
         kept = self._group[of] >= 0

@@ -248,7 +248,7 @@ def _of_chunk(who: str, chunk: Chunk) -> _Seen:
     if chunk.queued is not None and chunk.sent is not None:
         yield chunk.queued, who, f"a chunk of {chunk.nbytes} bytes waits to be sent", chunk.sent - chunk.queued
     if chunk.sent is not None:
-        lasted = None if chunk.received is None else chunk.received - chunk.sent
+        lasted = None if chunk.received is None else max(chunk.received - chunk.sent, 0)  # clocks may disagree
         yield chunk.sent, who, f"a chunk of {chunk.nbytes} bytes is on the wire", lasted
     elif chunk.received is not None:
         yield chunk.received, who, f"a chunk of {chunk.nbytes} bytes comes", None

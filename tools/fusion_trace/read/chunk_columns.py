@@ -44,6 +44,18 @@ class ChunkColumns:
         """Returns some of them."""
         return ChunkColumns(*(getattr(self, field.name)[which] for field in fields(self)))
 
+    def alone(self) -> Ints:
+        """Returns when each was the first of those on its link: until then the link carried the ones before it.
+        `NEVER`: only one end has seen it."""
+        found = np.full(len(self), NEVER)
+        its = np.flatnonzero((self.sent != NEVER) & (self.received != NEVER))
+        its = its[np.lexsort((self.received[its], self.target[its], self.source[its]))]
+        before = np.concatenate([[NEVER], self.received[its][:-1]])
+        for end in (self.source[its], self.target[its]):
+            before[1:][end[1:] != end[:-1]] = NEVER
+        found[its] = np.maximum(self.sent[its], before[: len(its)])
+        return found
+
     def chunks(self, begin: int, end: int) -> list[Chunk]:
         """Returns those in these places, as objects."""
         plain = (getattr(self, name)[begin:end].tolist() for name in ("source", "target", "number", "nbytes"))

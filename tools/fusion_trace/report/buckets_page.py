@@ -8,14 +8,15 @@ from rich.text import Text
 
 from fusion_trace.analyse.bucket_times import PHASES, BucketTimes, Plan
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import console, count, duration, problems, share, size, table
+from fusion_trace.report.wording import console, count, duration, problems, size, table
 
 MOST = 60  # that are shown
 
 
 _ABOUT = (
     "run: from when a daemon has all parts until the results are there; kernels, queue, wire and take are within it. "
-    "Queue, wire and take are of a single chunk: several are under way one after the other, and beside each other"
+    "Queue, wire and take are of a single chunk: several are under way one after the other, and beside each other. "
+    "Queue: it waits for credit, or for those before it on its link; wire: its link carries it"
 )
 
 
@@ -37,14 +38,13 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
     if not found:
         out.print("nothing was exchanged")
     else:
-        rows = table("", "plan", "size", "fill", "tensors", "times", "handed over because", left=1)
+        rows = table("", "plan", "size", "tensors", "times", "handed over because", left=1)
         for bucket in found[:MOST]:
             reasons = ", ".join(f"{reason} {number}" for reason, number in bucket.flushes.items())
             rows.add_row(
                 _shown(bucket.name),
                 str(bucket.plan or ""),
                 size(bucket.nbytes),
-                share(bucket.fill),
                 str(bucket.tensors),
                 str(bucket.times),
                 reasons,
