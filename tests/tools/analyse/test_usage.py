@@ -104,5 +104,5 @@ def test_only_the_chosen_time_and_ranks_count(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, *tapes)
     begin = trace.span[0]
     found = usage.find(trace, Span(begin + 2 * S, begin + 4 * S), 2)
-    assert [str(each.process) for each in found] == ["rank 0", "rank 1", "daemon of node 0"]
+    assert [str(each.process) for each in found] == ["rank 0", "rank 1", "daemon of h0"]
     assert all(each.memory.values.tolist() == [3 * MIB, 4 * MIB, 5 * MIB] for each in found)

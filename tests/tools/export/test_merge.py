@@ -65,8 +65,11 @@ def test_a_merged_file_is_what_the_trace_event_format_says(truth: tuple[Path, Tr
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names.values()) == sorted(
         [f"rank {rank} (host{rank // 2}, pid {1000 + rank})" for rank in range(4)]
-        + [f"daemon of node {node} (host{node}, pid {100 + node})" for node in range(2)]
+        + [f"daemon of host{node} (pid {100 + node})" for node in range(2)]
     )
+    assert {"to host0", "from host0", "to host1", "from host1"} <= {
+        event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "M":

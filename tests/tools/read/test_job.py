@@ -22,7 +22,7 @@ def test_processes_and_names_of_all_rings(tmp_path: Path) -> None:
     assert trace.hosts == {0: "host0", 1: "host1"}
     assert [rank for rank, node in trace.node_of.items() if node == 1] == [2, 3]
     assert trace.problems == ()
-    assert [str(process) for process in trace.processes][3:5] == ["rank 3", "daemon of node 0"]
+    assert [str(process) for process in trace.processes][3:5] == ["rank 3", "daemon of host0"]
     gradients = {
         trace.names[number] for worker in trace.workers.values() for number in worker.of(Kind.GRADIENT)["name"]
     }

@@ -255,16 +255,22 @@ def test_one_exchange_tells_nothing_about_how_often_there_are_some(record: Recor
     assert len(rarely_exchanging(record, tmp_path, {2, 4}).numbers) == 5
 
 
+def test_hosts_of_whose_links_no_rate_is_known_are_named(record: Record) -> None:
+    recorded = record(replace(BASE, bucket_nbytes=1 << 12))
+    assert recorded.assumed == ("host0", "host1", "host2")
+    assert [problem for problem in recorded.problems if problem.startswith("host1 has sent and received nothing large")]
+
+
 def test_more_bytes_on_a_link_of_which_no_rate_is_known_are_refused(record: Record) -> None:
     """A job whose messages are small, such as top-k's, says nothing about what a dense one would take."""
     codec = "topk(density=0.01, minimum=0)"
-    recorded = replace(record(BASE), assumed=(0, 2), codec=codec)
+    recorded = replace(record(BASE), assumed=("host0", "host2"), codec=codec)
     recorded = replace(recorded, costs=replace_costs(recorded.costs, codecs={codec: CodecCosts(0.01)}))
     step = replay(recorded, Change()).step
     recorded = replace(recorded, measured=((step,) * 6,) * 3)
     refused = answer(recorded, Change(density=1), cheap)
     assert refused.changed is None
-    assert "too little to tell how fast the links of node 0, 2 may be: say it (--bandwidth)" in refused.refused
+    assert "too little to tell how fast the links of host0, host2 may be: say it (--bandwidth)" in refused.refused
     assert "--bandwidth" not in answer(recorded, Change(density=1, bandwidth=1e8), cheap).refused
     assert "--bandwidth" not in answer(recorded, Change(no_straggler=True)).refused
 

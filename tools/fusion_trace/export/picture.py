@@ -67,7 +67,8 @@ def draw(trace: JobTrace) -> Picture:
         none = Marks(np.zeros(0, RECORD_DTYPE), trace.names)
         tracks = [Track(name, its, none) for name, its in drawn]
         tracks += painter.marks(process)
-        rows.append(Rows(number, f"{process} ({process.host}, pid {process.pid})", tracks))
+        where = f"{process.host}, " if process.role == Role.WORKER else ""
+        rows.append(Rows(number, f"{process} ({where}pid {process.pid})", tracks))
     return Picture(trace.job, trace.span[0], rows)
 
 
@@ -188,13 +189,14 @@ class _Painter:
         for peer in np.unique(
             np.r_[chunks.target[chunks.source == node], chunks.source[chunks.target == node]]
         ).tolist():
+            host = self._trace.host_of(peer)
             gone = np.flatnonzero((chunks.source == node) & (chunks.target == peer) & (chunks.sent != NEVER))
             sent, queued = chunks.sent[gone], chunks.queued[gone]
             begin = np.where(queued == NEVER, sent, np.minimum(queued, sent))
-            yield f"to node {peer}", self._of_chunks(gone, begin, sent)
+            yield f"to {host}", self._of_chunks(gone, begin, sent)
             come = np.flatnonzero((chunks.target == node) & (chunks.source == peer) & (chunks.received != NEVER))
             received = chunks.received[come]
-            yield f"from node {peer}", self._of_chunks(come, received, np.maximum(chunks.taken[come], received))
+            yield f"from {host}", self._of_chunks(come, received, np.maximum(chunks.taken[come], received))
 
     def _of_chunks(self, which: Ints, begin: Ints, end: Ints) -> Slices:
         chunks, of = self._chunks, self._chunks.of[which]

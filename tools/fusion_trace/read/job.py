@@ -58,7 +58,7 @@ class Process:
     processors: float = 0.0
 
     def __str__(self) -> str:
-        return f"rank {self.rank}" if self.role == Role.WORKER else f"daemon of node {self.node}"
+        return f"rank {self.rank}" if self.role == Role.WORKER else f"daemon of {self.host}"
 
     def of(self, *kinds: Kind) -> Records:
         """Returns the records of some kinds, by time."""

@@ -19,7 +19,7 @@ MOST_RANKS = 16  # in a step, with the daemons of their nodes
 MOST_BARS = 2000  # in a step
 _SLOWEST = 3  # steps, if nobody has chosen others
 _WHOLE = {"waits": "wait", "handed over": "handed over", "blocked": "blocked"}
-_OF_NODES = {"to node": "sending", "from node": "receiving"}
+_OF_HOSTS = {"to": "sending", "from": "receiving"}
 _BY_WORD = ("script", "memory", "kernels")  # tracks on which a slice's first word says what it is
 
 
@@ -117,4 +117,4 @@ def _kind(track: str) -> str | None:
         return ""
     if base == "operations":
         return "operation"
-    return _WHOLE.get(base) or _OF_NODES.get(base.rpartition(" ")[0])
+    return _WHOLE.get(base) or _OF_HOSTS.get(base.partition(" ")[0])

@@ -317,8 +317,8 @@ def _no_rate(recorded: Recorded, sent: float) -> str:
         )
     return (
         f"it would send {sent / 1e6:.3g} MB a step, and {recorded.sent / recorded.nodes / 1e6:.3g} MB were recorded, "
-        f"too little to tell how fast the {'link' if len(recorded.assumed) == 1 else 'links'} of node "
-        f"{', '.join(map(str, recorded.assumed))} may be: say it (--bandwidth)"
+        f"too little to tell how fast the {'link' if len(recorded.assumed) == 1 else 'links'} of "
+        f"{', '.join(recorded.assumed)} may be: say it (--bandwidth)"
     )
 
 

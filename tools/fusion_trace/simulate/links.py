@@ -31,7 +31,7 @@ _Times = NDArray[np.float64]
 
 
 def links_of(
-    chunks: Iterable[Chunk], nodes: Sequence[int], others: Callable[[], Iterable[Chunk]], problems: list[str]
+    chunks: Iterable[Chunk], nodes: Sequence[int], others: Callable[[], Iterable[Chunk]]
 ) -> tuple[tuple[Link, ...], tuple[Link, ...] | None, tuple[int, ...]]:
     """Returns the link of each node; the same links if they let bursts pass, where something speaks for that; and the
     nodes of whose links no rate is known.
@@ -49,11 +49,6 @@ def links_of(
         known = [speed for side in sides if (speed := link_speed(*side)) is not None]
         if not known:
             assumed.append(node)
-        if not known and len(nodes) > 1:
-            problems.append(
-                f"node {node} has sent and received nothing large: how fast its link is cannot be told, and 10 Gbit/s "
-                "are assumed"
-            )
         found.append(Link(max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)))
     bursty = [_bursty(link, sides) for link, sides in zip(found, directions, strict=True)]
     if not any(bursty):

@@ -68,7 +68,7 @@ class Recorded:
         tensors: of the plan, in its order; empty where it was not recorded.
         links: by node.
         bursty: by node, the same links if they let bursts pass; None if nothing speaks for that.
-        assumed: nodes of whose links no rate is known.
+        assumed: hosts of whose links no rate is known.
         costs: of the daemons.
         codec: a text that stands for what buckets were encoded with; its costs are in `costs`.
         chunk_bytes: the largest payload.
@@ -90,7 +90,7 @@ class Recorded:
     tensors: tuple[Tensor, ...]
     links: tuple[Link, ...]
     bursty: tuple[Link, ...] | None
-    assumed: tuple[int, ...]
+    assumed: tuple[str, ...]
     costs: Costs
     codec: str
     chunk_bytes: int
@@ -168,7 +168,14 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     if not any(isinstance(event, Submit) for program in programs for step in program for event in step):
         raise NotRecorded("no worker has handed anything to its daemon in these steps")
     chunks = [chunk for op in found for chunk in op.chunks]
-    links, bursty, assumed = links_of(chunks, nodes, lambda: _all_chunks(every), problems)
+    links, bursty, unknown = links_of(chunks, nodes, lambda: _all_chunks(every))
+    assumed = tuple(trace.host_of(node) for node in unknown)
+    if len(nodes) > 1:
+        problems += (
+            f"{host} has sent and received nothing large: how fast its link is cannot be told, and 10 Gbit/s are "
+            "assumed"
+            for host in assumed
+        )
     costs = _costs(found, trace, defaults, problems, 0.5 if machines is None else _UNDISTURBED)
     sent = float(sum(chunk.nbytes for chunk in chunks if chunk.sent is not None)) / len(numbers)
     handed = sum(op.nbytes for op in found) / len(numbers)
