@@ -221,7 +221,7 @@ def _links(report: Report) -> Section:
         (
             trace.host_of(link.source), trace.host_of(link.target), size(link.nbytes), str(link.chunks),
             share(link.busy),
-            "" if link.bandwidth is None else f"{link.bandwidth * 8e-6:,.0f} Mbit/s",
+            bandwidth(link),
             _latency(link),
             "not known" if link.clock_error < 0 else duration(link.clock_error),
         )
@@ -235,7 +235,8 @@ def _links(report: Report) -> Section:
         about=(
             "Bandwidth is that of payload while chunks follow each other without a gap, latency what else a chunk "
             "takes; neither is known of links that carried small chunks only. Links that share a network card share "
-            "its bandwidth. Latencies are not known better than the clocks.",
+            "its bandwidth. It is a range where clocks are not known well, or where what passes after a pause may be "
+            "a burst that is faster than the link. Latencies are not known better than the clocks.",
         ),
         beside=True,
         charts=(
@@ -255,6 +256,14 @@ def _links(report: Report) -> Section:
         ),
         tables=(shortened(Table("Links", head, rows, 2), len(links)),),
     )
+
+
+def bandwidth(link: LinkFigures) -> str:
+    """Says how fast a link is, or may be; "" if that is not known."""
+    if link.bandwidth is None or link.between is None:
+        return ""
+    low, high = (rate * 8e-6 for rate in link.between)
+    return f"{link.bandwidth * 8e-6:,.0f} Mbit/s" if high < 1.1 * low else f"{low:,.0f} to {high:,.0f} Mbit/s"
 
 
 def _latency(link: LinkFigures) -> str:

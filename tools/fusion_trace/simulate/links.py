@@ -20,7 +20,7 @@ from fusion_trace.simulate.model import Link
 
 S = 1e9  # ns
 _ROUNDS = 8
-_LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about the bandwidth
+LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about the bandwidth
 _MOST_CHUNKS = 2000  # that a burst is looked for in
 _RATES = np.geomspace(0.04, 1.2, 32)  # of what they seem to be: bursts make links seem faster
 _BURSTS = np.geomspace(16e3, 8e6, 20)  # bytes
@@ -50,7 +50,7 @@ def links_of(
         if not known:
             assumed.append(node)
         found.append(Link(max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)))
-    bursty = [_bursty(link, sides) for link, sides in zip(found, directions, strict=True)]
+    bursty = [with_bursts(link, sides) for link, sides in zip(found, directions, strict=True)]
     if not any(bursty):
         return tuple(found), None, tuple(assumed)
     return tuple(found), tuple(better or link for better, link in zip(bursty, found, strict=True)), tuple(assumed)
@@ -78,7 +78,7 @@ def _directions(chunks: Iterable[Chunk], nodes: Sequence[int]) -> list[tuple[_Di
 
 
 def _is_large(direction: _Direction) -> bool:
-    return bool((direction[2] >= _LEAST_CHUNK).any())
+    return bool((direction[2] >= LEAST_CHUNK).any())
 
 
 def link_speed(sent_at: Ints, came_at: Ints, sizes: Ints) -> tuple[float, float] | None:
@@ -94,7 +94,7 @@ def link_speed(sent_at: Ints, came_at: Ints, sizes: Ints) -> tuple[float, float]
     """
     order = np.argsort(came_at, kind="stable")
     sent, came, nbytes = sent_at[order] / S, came_at[order] / S, sizes[order].astype(float)
-    large = nbytes >= _LEAST_CHUNK
+    large = nbytes >= LEAST_CHUNK
     if not large.any():
         return None
     before = np.concatenate([[-np.inf], came[:-1]])
@@ -116,7 +116,7 @@ def _middle(values: _Times, weights: _Times) -> float:
 # --- bursts -----------------------------------------------------------------------------------------------------------
 
 
-def _bursty(link: Link, sides: Sequence[_Direction]) -> Link | None:
+def with_bursts(link: Link, sides: Sequence[_Direction]) -> Link | None:
     """Returns the link as one that lets bursts pass, or None if that explains little more of when chunks came.
 
     Both directions together tell it: one in which chunks always find the bucket full does not tell the rate.
