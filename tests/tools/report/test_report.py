@@ -236,6 +236,7 @@ def test_the_timeline_has_a_typical_step_and_the_slowest_with_all_that_merge_wou
     parts = [part for part in partitions(made.trace) if part.number == step.number]
     begin = min(part.begin for part in parts)
     assert step.ns == max(part.end for part in parts) - begin
+    assert step.ns > step.longest == lengths[step.number]  # ranks do not begin at once
     expected = {
         (track.name, each.name, max(each.begin - begin, 0), min(each.end - begin, step.ns))
         for process in picture.draw(made.trace).processes
@@ -253,7 +254,10 @@ def test_the_timeline_has_a_typical_step_and_the_slowest_with_all_that_merge_wou
     chart = made.charts["timeline-0"]
     shown = [trace for trace in chart["data"] if trace["visible"]]
     assert sum(len(trace["x"]) for trace in shown) == len(step.bars)
-    assert len(chart["layout"]["updatemenus"][0]["buttons"]) == len(drawn)
+    buttons = chart["layout"]["updatemenus"][0]["buttons"]
+    assert [button["label"] for button in buttons] == [
+        f"step {each.number}: {duration(lengths[each.number])}, {each.why}" for each in drawn
+    ]
 
 
 def test_the_steps_of_the_timeline_can_be_chosen(tmp_path: Path) -> None:

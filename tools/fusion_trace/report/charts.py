@@ -20,6 +20,7 @@ from fusion_trace.read.job import JobTrace
 from fusion_trace.report.curves import BANDWIDTHS, Curves
 from fusion_trace.report.figures import Column, RankTimes
 from fusion_trace.report.timeline import Bar, DrawnStep
+from fusion_trace.report.wording import duration
 
 Chart = dict[str, Any]
 
@@ -311,7 +312,7 @@ def timeline(steps: Sequence[DrawnStep]) -> Chart:
     for place, step in enumerate(steps):
         data += [_activity(step, kind, visible=not place) for kind in kinds]
         visible = [index // len(kinds) == place for index in range(len(steps) * len(kinds))]
-        title = f"step {step.number}: {step.ns / 1e6:.2f} ms" + (f", {step.why}" if step.why else "")
+        title = f"step {step.number}: {duration(step.longest)}" + (f", {step.why}" if step.why else "")
         buttons.append({"label": title, "method": "update", "args": [{"visible": visible}, _timeline_axes(step)]})
     first = _timeline_axes(steps[0])
     whole = layout(

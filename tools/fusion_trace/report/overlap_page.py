@@ -20,7 +20,7 @@ _MARKS = {"compute": "#", "overlapped": "=", "exposed": "!", "waiting": ".", "id
 def show(trace: JobTrace, found: Sequence[Partition], each: bool) -> None:
     """Prints the page; with `each`, every step of every rank too."""
     out = console()
-    out.print(Text(f"job {trace.job}: where the time of a step goes (medians)", "bold"))
+    out.print(Text(f"job {trace.job}: where the time of a step goes (medians; bars: means)", "bold"))
     ranks = sorted({part.rank for part in found})
     rows = table("", "steps", "step", *PARTS, "hidden")
     for rank in ranks:

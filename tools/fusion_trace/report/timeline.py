@@ -41,12 +41,14 @@ class DrawnStep:
 
     Attributes:
         why: it was chosen.
-        ns: from its begin on the first rank to its end on the last one.
+        longest: how long it takes on the rank where that is longest, ns.
+        ns: from its begin on the first rank to its end on the last one, which may be longer.
         left_out: how many bars are missing, which are shorter than all others.
     """
 
     number: int
     why: str
+    longest: int
     ns: int
     bars: tuple[Bar, ...]
     left_out: int
@@ -89,7 +91,8 @@ def _drawn(trace: JobTrace, number: int, why: str, parts: Sequence[Partition]) -
         for bar in _bars(_name(trace, process), track, begin, end)
     ]
     kept = sorted(sorted(range(len(bars)), key=lambda place: -bars[place].ns)[:MOST_BARS])
-    return DrawnStep(number, why, end - begin, tuple(bars[place] for place in kept), len(bars) - len(kept))
+    longest = max(part.ns for part in parts)
+    return DrawnStep(number, why, longest, end - begin, tuple(bars[place] for place in kept), len(bars) - len(kept))
 
 
 def _order(process: Process) -> tuple[int, bool, int]:
