@@ -92,6 +92,21 @@ def test_links_are_looked_for_in_the_whole_job_where_steps_send_nothing_large() 
     assert assumed == (0, 1)
 
 
+def test_the_latency_of_an_idle_link_is_that_of_the_chunk_that_had_the_least() -> None:
+    """In each step forty chunks are handed over at once: all but the first wait, which looks like latency."""
+    takes = CHUNK / 2.4e6
+    chunks = [
+        Chunk(
+            0, 1, number, CHUNK, None, 10**10 * step, 10**10 * step + round(1e9 * (3e-4 + takes * (number + 1))), None
+        )
+        for step in range(3)
+        for number in range(40)
+    ]
+    link = links_of(chunks, [0, 1], list)[0][0]
+    assert link.latency > 0.9 * takes
+    assert link.idle_latency == pytest.approx(3e-4, abs=1e-4)
+
+
 def directions(chunks: list[Chunk]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     its = [sorted((c for c in chunks if c.source == n), key=lambda c: c.sent or 0) for n in (0, 1)]
     return [tuple(np.array([getattr(c, of) for c in each]) for of in ("sent", "received", "nbytes")) for each in its]  # type: ignore[misc]

@@ -168,6 +168,18 @@ def test_what_waits_for_shared_processors_is_not_told(record: Record) -> None:
     assert "processors a third busier" in [m.what for m in _unknown(calibrate(shared)[0], Change(bandwidth=2e9))]
 
 
+def test_a_latency_that_may_have_been_a_queue_is_tried_as_that_of_an_idle_link(record: Record) -> None:
+    best = calibrate(record(BASE))[0]
+    links = tuple(replace(link, latency=0.02, idle_latency=3e-4) for link in best.recorded.links)
+    queued = replace(best, recorded=replace(best.recorded, links=links))
+    (found,) = [m for m in _unknown(queued, Change(density=0.1)) if m.what == "latencies that were queues"]
+    assert {link.latency for link in found.recorded.links} == {3e-4}
+    assert not [m for m in _unknown(queued, Change(latency=0.01)) if m.what == found.what], "it is said"
+    far = tuple(replace(link, idle_latency=0.0195) for link in links)
+    assert not [m for m in _unknown(replace(best, recorded=replace(best.recorded, links=far)), Change(density=0.1))
+                if m.what == found.what]  # fmt: skip
+
+
 def test_a_recording_that_no_model_replays_predicts_nothing(record: Record) -> None:
     recorded = record(BASE)
     longer = tuple(tuple(seconds * 1.5 for seconds in rank) for rank in recorded.measured)

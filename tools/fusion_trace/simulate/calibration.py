@@ -32,6 +32,7 @@ NEARLY = 0.05  # more than the best replay's error
 LEAST = 0.03  # of what was recorded, or of a longer figure: replays of which everything is known are as far off
 WIDEST = 0.15  # half of what models say, of its middle; beyond that they disagree
 VAGUE = 0.3  # half of an interval, of its middle; beyond that a prediction is of no use
+QUEUED = 1e-3  # s of latency, beyond that of an idle link, that may be a queue
 MORE = 1.1  # times as many bytes as were recorded need a rate
 _NAMED = 3  # models, in a sentence
 _SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
@@ -139,12 +140,17 @@ def calibrate(recorded: Recorded, measure: Measure | None = None) -> tuple[Model
 
 
 def _unknown(best: Model, change: Change) -> tuple[Model, ...]:
-    """Returns what no replay tells of processors that are shared: what else they will have to do, and what a codec
-    costs there that the job did not use. (Alone, topk takes a quarter of what it takes among eight processes on two.)
+    """Returns what no replay tells: whether latencies were those of a queue, which will be shorter where less is sent;
+    of processors that are shared, what else they will have to do, and what a codec costs there that the job did not
+    use. (Alone, topk takes a quarter of what it takes among eight processes on two.)
     """
-    if best.recorded.machines is None:
-        return ()
-    found = [replace(best, what="processors a third busier", recorded=_slowed(best.recorded, 1.5))]
+    recorded, found = best.recorded, []
+    if change.latency is None and any(link.latency > QUEUED + link.idle_latency for link in recorded.links):
+        links = tuple(replace(link, latency=link.idle_latency) for link in recorded.links)
+        found.append(replace(best, what="latencies that were queues", recorded=replace(recorded, links=links)))
+    if recorded.machines is None:
+        return tuple(found)
+    found.append(replace(best, what="processors a third busier", recorded=_slowed(recorded, 1.5)))
     if change.codec or change.density is not None:
         found += [replace(best, what=f"the codec's costs x {scale:g}", scale=scale) for scale in (2.0, 4.0, 8.0)]
     return tuple(found)

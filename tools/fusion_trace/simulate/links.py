@@ -49,7 +49,8 @@ def links_of(
         known = [speed for side in sides if (speed := link_speed(*side)) is not None]
         if not known:
             assumed.append(node)
-        found.append(Link(max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)))
+        bandwidth, latency = max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)
+        found.append(Link(bandwidth, latency, idle_latency=min(latency, _least(sides, bandwidth))))
     bursty = [with_bursts(link, sides) for link, sides in zip(found, directions, strict=True)]
     if not any(bursty):
         return tuple(found), None, tuple(assumed)
@@ -75,6 +76,12 @@ def _directions(chunks: Iterable[Chunk], nodes: Sequence[int]) -> list[tuple[_Di
         (direction([c for c in flown if c.source == node]), direction([c for c in flown if c.target == node]))
         for node in nodes
     ]
+
+
+def _least(sides: Iterable[_Direction], bandwidth: float) -> float:
+    """Returns the latency (s) of the chunk that had the least: others may have waited in a queue."""
+    took = [(came - sent) / S - nbytes / bandwidth for sent, came, nbytes in sides if len(sent)]
+    return max(float(np.concatenate(took).min()), 0.0) if took else np.inf
 
 
 def _is_large(direction: _Direction) -> bool:

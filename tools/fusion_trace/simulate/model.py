@@ -26,12 +26,14 @@ class Link:
         latency: seconds from a byte's departure to its arrival, one way.
         discipline: what leaves first of what waits: `fifo`, or `priority` (buckets by their number, smaller first).
         burst: bytes that pass at once after a pause in which as many could have passed: the size of a token bucket.
+        idle_latency: the latency (s) of what found the link idle; the rest of `latency` may have been a queue.
     """
 
     bandwidth: float
     latency: float = 50e-6
     discipline: str = "fifo"
     burst: float = 0.0
+    idle_latency: float = 50e-6
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not self.latency >= 0 or self.discipline not in ("fifo", "priority"):
