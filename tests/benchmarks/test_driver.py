@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def quick(directory: Path, *names: str) -> dict[str, results.Results]:
-    """What quick suites leave."""
+    """Runs quick suites by their names, and returns the results that they leave in a folder."""
     command = [sys.executable, "-m", "benchmarks", *names, "--quick", "--out", str(directory)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert run.returncode == 0, run.stderr

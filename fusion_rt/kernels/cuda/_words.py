@@ -49,8 +49,8 @@ SPARE = 64  # so few more than wanted are no reason to expect more, or fewer
 
 
 def next_slack(slack, collected, k):  # type: ignore[no-untyped-def]
-    """How far below this step's threshold the next one's elements are collected: the nearer, the more there were. It is
-    compiled for the device."""
+    """Returns how far below this step's threshold the next step collects elements, in units of the last place: the
+    nearer, the more were collected. It is compiled for the device."""
     if slack == 0 or collected < k:
         return MOST_SLACK
     if collected > 2 * k + k // 2 + 4 * SPARE:

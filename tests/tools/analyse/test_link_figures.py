@@ -1,4 +1,4 @@
-"""How fast links seem to be, and between what that may be where clocks or bursts leave doubt."""
+"""Tests of how fast links seem to be, and of the range that is told where clocks or bursts leave doubt."""
 
 from __future__ import annotations
 
