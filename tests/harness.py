@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +44,7 @@ from tests import forks
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0  # for one function: longer than a test may take, whose limit shows where everybody is
 END_S = 10.0  # for processes to end by themselves
+FAILED_S = 60.0  # for the other ranks to end a function that has failed on one, for which they may wait
 _FD = "FUSION_TEST_FD"
 
 
@@ -118,15 +119,19 @@ class Job:
     def results(self, timeout: float = TIMEOUT_S, ranks: Sequence[int] | None = None) -> list[Any]:
         """Returns the results of the function that `start` has started, from all ranks or these."""
         deadline = time.monotonic() + timeout
-        results, failures = [], {}
-        for rank in range(self.topology.size) if ranks is None else ranks:
-            kind, value = self._answer(rank, deadline)
-            if kind == "error":
-                failures[rank] = value
-            results.append(value)
+        asked = list(range(self.topology.size) if ranks is None else ranks)
+        results: dict[int, Any] = {}
+        failures: dict[int, Any] = {}
+        while awaited := {self._connections[rank]: rank for rank in asked if rank not in results}:
+            ready = wait(list(awaited), max(deadline - time.monotonic(), 0)) or list(awaited)
+            for rank in (awaited[connection] for connection in ready):  # type: ignore[index]
+                kind, results[rank] = self._answer(rank, deadline)
+                if kind == "error":
+                    failures[rank] = results[rank]
+                    deadline = min(deadline, time.monotonic() + FAILED_S)
         if failures:
             raise WorkerError(failures)
-        return results
+        return [results[rank] for rank in asked]
 
     def close(self) -> None:
         """Ends the workers, then the daemons, and waits for them; kills those that do not end by themselves."""

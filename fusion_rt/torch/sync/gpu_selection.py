@@ -152,6 +152,16 @@ class BucketSelection(device.Copying):
         if undone:
             done.precede()  # what is queued for training next is the next gradient, which takes the place of this one
 
+    def withdraw(self) -> None:
+        """Ends a step of which the daemon is not told: residual and velocity become what they were, as exactly as
+        float32 adds up."""
+        self.wait()
+        indices, values, always = self._tray.selected()
+        with self._side.beside():
+            self._residual[self._always] = torch.from_numpy(always).to(self._residual.device)
+        self._tray.answer(indices, values, self._step - 1, undone=True)
+        self.correct()
+
     def _mark(self, *using: torch.Tensor) -> device.Copying:
         """Keeps what is queued beside training now, and the tensors and the tray that it uses, until it is done."""
         with self._side.beside():

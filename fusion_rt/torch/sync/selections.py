@@ -90,6 +90,11 @@ class BucketSelector:
         """Ends the step; see `BucketSelection.correct`."""
         self._memory.correct()
 
+    def withdraw(self) -> None:
+        """Takes back the step that was queued, if one was, before it is announced; see `BucketSelection.withdraw`."""
+        if self.terms() is not None:
+            self._memory.withdraw()
+
 
 @dataclass(frozen=True)
 class _Chosen:

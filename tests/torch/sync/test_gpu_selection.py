@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -238,6 +239,34 @@ def test_a_gradient_that_is_not_finite_spoils_one_step_and_no_memory(text: str) 
             parameters = train(model, optimizer, range(5, 8))
             assert all(bool(p.isfinite().all()) for p in model.parameters())
             assert len(set(hvd.allgather_object(parameters[-1]))) == 1
+
+
+@pytest.mark.parametrize("text", [CODECS[0], CODECS[2], CODECS[3]])
+@on_ranks
+def test_a_reduction_that_fails_while_it_is_selected_from_spoils_one_step_and_no_memory(text: str) -> None:
+    """Where the other node's daemon selects. From then on this node's does, too."""
+    with on_a_gpu(hvd.cross_rank() == 0):
+        model, optimizer = make(text)
+        train(model, optimizer, range(4))
+        before = residuals(optimizer)
+        if hvd.rank() == 0:
+
+            def fail() -> bool:
+                optimizer._sync.plan.node.failed(RuntimeError("a reduction was lost"))
+                return False
+
+            for selection in optimizer._sync.selections.buckets.values():
+                selection.done = fail
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # who notices it says so
+            with pytest.raises(hvd.HorovodInternalError, match="could not"):
+                train(model, optimizer, range(3, 4))  # at the last step's rate: residuals are not rescaled
+        after = residuals(optimizer)
+        for key in before if has_the_residual() else ():  # others are told what is in the daemon by then
+            torch.testing.assert_close(after[key], before[key], rtol=0, atol=1e-4)
+        optimizer.zero_grad()
+        parameters = train(model, optimizer, range(5, 8))
+        assert len(set(hvd.allgather_object(parameters[-1]))) == 1
 
 
 def through_a_file(state: Any) -> Any:
