@@ -12,7 +12,8 @@ has counted, all headers included. Nothing encrypts tensors, since gloo cannot.
 *Steps to the loss* are those of a training run, in which only the communication of gradients differs, until the mean
 loss over held-out text is no larger, tested every 10 steps. They are counted without a limit on the links, which
 changes no number that is computed, and multiplied by the time of a step with the limit. fusion_rt without compression
-computes the same as DistributedDataParallel, and is not trained again.
+and Horovod, which takes part where it can be imported, compute the same as DistributedDataParallel, and are not trained
+again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rich.console import Console
 
 from benchmarks.common import arguments as shared
 from benchmarks.common import launch, peers, results, sampling, tables
-from benchmarks.common.peers import DDP, FP16, POWERSGD
+from benchmarks.common.peers import DDP, FP16, HOROVOD, POWERSGD
 from benchmarks.common.results import Measure, Record, Setting
 from benchmarks.common.tables import Table
 
@@ -44,8 +45,8 @@ CODECS = {
 }
 OURS, ALONE = "fusion_rt topk 1%", "none"
 STEP, SENT = "a step", "sent by the first host"
-RUNTIMES = (ALONE, *CODECS, DDP, FP16, POWERSGD)
-SAME = {"fusion_rt dense": DDP}  # computes the same
+RUNTIMES = (ALONE, *CODECS, DDP, FP16, POWERSGD, HOROVOD)
+SAME = {"fusion_rt dense": DDP, HOROVOD: DDP}  # computes the same
 LR = 0.05
 SCHEDULE = 500  # steps of the learning rate's schedule
 WARM_UP = 4  # steps that do not count: plans, memory, and two that PowerSGD makes without compression
@@ -58,9 +59,9 @@ the `loss` to reach, by runtime `steps` to it, or None, and `curves`."""
 
 
 class Contestant:
-    """One runtime's model and optimizer on this rank."""
+    """One runtime's model and optimizer on this rank; `horovod`: its module, for that runtime."""
 
-    def __init__(self, name: str, sizes: Sizes) -> None:
+    def __init__(self, name: str, sizes: Sizes, horovod: Any = None) -> None:
         import torch
 
         import fusion_rt.torch as hvd
@@ -73,6 +74,8 @@ class Contestant:
         self.optimizer: Any = training.sgd(self.model, LR, codec)
         if name in CODECS:
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, self.model.named_parameters(), compression=codec)
+        elif name == HOROVOD:
+            self.optimizer = horovod.DistributedOptimizer(self.optimizer, self.model.named_parameters())
         elif name != ALONE:
             self.model = peers.ddp(name, self.model)
         self._scheduler = training.scheduler(self.optimizer, SCHEDULE)
@@ -89,7 +92,9 @@ def time_steps(sizes: Sizes, names: Sequence[str], steps: int, rounds: int) -> d
     import torch
     import torch.distributed as dist
 
-    runs = {name: Contestant(name, sizes) for name in names}
+    horovod = peers.horovod() if HOROVOD in names else None
+    names = [name for name in names if name != HOROVOD or horovod is not None]
+    runs = {name: Contestant(name, sizes, horovod) for name in names}
     sent: dict[str, list[float]] = {name: [] for name in runs}
 
     def turn(name: str) -> float:
