@@ -224,9 +224,9 @@ class TestRelay:
                 found[peer] = sorted(map(float, told.split()))
 
         assert lab.relayed["packets"] == 40
-        # The shortest: on a busy machine most are late, for want of a processor.
-        assert 0.04 <= found[1][0] < 0.045
-        assert 0.1 <= found[2][0] < 0.105
+        # The shortest: on a busy machine most are late, for want of a processor, and that one somewhat.
+        assert 0.04 <= found[1][0] < 0.06
+        assert 0.1 <= found[2][0] < 0.12
 
     def test_a_stream_carries_its_window_in_each_round_trip_and_no_more_than_the_link(self) -> None:
         with Netlab(2, path=Path(delay=0.02), congestion="cubic") as lab:

@@ -305,10 +305,8 @@ class Bucket:
             return True
         if self._combining.why:
             self._share = wire.ELSEWHERE  # of all ranks of the node, so that the daemon fails it everywhere at once
-            if self.selection is not None:
-                assert self.node is not None
-                self.node.give_up(self._combining.why)  # ends what the selection waits for on the device
-                self.selection.withdraw()
+            if self.selection is not None and self.node is not None:
+                self.selection.withdraw(self.node, self._combining.why)
         else:
             self.owed.clear()
         self.announce()

@@ -90,9 +90,15 @@ class BucketSelector:
         """Ends the step; see `BucketSelection.correct`."""
         self._memory.correct()
 
-    def withdraw(self) -> None:
-        """Takes back the step that was queued, if one was, before it is announced; see `BucketSelection.withdraw`."""
+    def withdraw(self, node: NodeReduction, why: str) -> None:
+        """Takes back the step that was queued, if one was, before it is announced; see `BucketSelection.withdraw`.
+
+        Args:
+            node: the reduction that has failed.
+            why: the reason.
+        """
         if self.terms() is not None:
+            node.give_up(why)  # or the selection might wait for the rest of it, on the device
             self._memory.withdraw()
 
 

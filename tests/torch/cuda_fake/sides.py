@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from fusion_rt.kernels.cuda import selection, side
 from fusion_rt.kernels.cuda._words import OPEN
 from fusion_rt.kernels.selection import Range
@@ -82,6 +84,7 @@ def selecting() -> Iterator[None]:
     with (
         mock.patch.object(side, "cuda", numba),
         mock.patch.object(side, "Found", FakeFound),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", None, create=True),  # a real one, in some builds
         mock.patch.object(selection, "take_largest", _take_largest),
         mock.patch.object(selection, "take_open", _take_open),
     ):
