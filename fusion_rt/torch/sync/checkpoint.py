@@ -76,20 +76,20 @@ class Checkpoint:
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
         self.remembers = self._homes or codecs.parse(self._codec).stateful
         self._planned: wire.Plan | None = None  # whose homes have what was carried, or begin with a seed
-        self.outlives = (
-            mirrors_updates
-            and options.algorithm.is_replicable
-            and self._is_global
-            and not codecs.parse(self._codec).stateful  # what it has not sent would be lost, or count twice
-            and {named.parameter.dtype for named in trained.named()} <= {torch.float32, torch.float64}
-        )
-        if mirrors_updates and self._at_shards and not self.outlives and options.process_set.rank() == 0:
-            warnings.warn(
-                f"FUSION_MIRROR_SHARDS=update mirrors shards at commits alone with {options.algorithm} and the codec "
-                f"{self._codec}: it takes bsp, asp or ssp of all ranks, a codec that keeps no residual, and parameters "
-                "of float32 or float64",
-                stacklevel=2,
-            )
+        why = self._only_at_commits(options) if mirrors_updates and self._at_shards else ""
+        self.outlives = mirrors_updates and self._at_shards and not why
+        if why and options.process_set.rank() == 0:
+            warnings.warn(f"FUSION_MIRROR_SHARDS=update mirrors shards at commits alone here: {why}", stacklevel=2)
+
+    def _only_at_commits(self, options: Options) -> str:
+        """Returns why shards are not mirrored at each update; empty if they are."""
+        if not options.algorithm.is_replicable:
+            return f"a mirror cannot follow the shards of the algorithm {options.algorithm}, which is not replicable"
+        if not self._is_global:
+            return f"the optimizer is that of process set {options.process_set.process_set_id}, which ends with a loss"
+        if codecs.parse(self._codec).stateful:
+            return f"the codec {self._codec} keeps a residual, which would be lost, or count twice"
+        return ""
 
     def use(self, codec: str) -> None:
         """Switches to a codec; daemons keep what another one remembered."""
