@@ -1,13 +1,15 @@
-"""Losses with each algorithm whose ranks do not wait for each other at shards: the ranks that are left go on, and the
-shards have exactly what numpy says.
+"""Losses with each algorithm whose ranks do not wait for each other at shards: the ranks that are left go on, and
+shards and ranks have exactly what numpy says.
 
 Ranks take their steps in turns, as the test says, so that the order in which shards get contributions is known. A rank
-is lost before it posts; when some shards have its contribution and others never will; or when it has all its answers.
+is lost before it posts; when some shards have its contribution and others never will; or when it has answers that it
+has not taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -66,6 +68,9 @@ class Shard:
 
     def take(self, who: int, given: Array) -> None:
         self.step(given)
+
+    def leave_out(self, who: int, given: Array, is_answered: bool) -> None:
+        """A rank that goes on has left out its step. `is_answered`: it has taken the answers before."""
 
 
 class Collecting(Shard):
@@ -126,13 +131,47 @@ class Partial(Shard):
         self.seen |= dict.fromkeys(given, self.version)
 
 
-VARIANCE = 1 / 64
+class Averaging(Shard):
+    """Elastic averaging after each local step of SGD with momentum; a rank takes its answer a step later.
+
+    Attributes:
+        own: of each rank: parameter, momentum, and the answer that it has not taken.
+    """
+
+    def __init__(self, shape: Sequence[int], ranks: int, at_once: bool = False) -> None:
+        self.own = {who: (np.zeros(shape), np.zeros(shape), np.zeros(shape)) for who in range(ranks)}
+        super().__init__(shape, ranks)
+        self.at_once = at_once
+
+    def lost(self, ranks: int) -> None:
+        super().lost(ranks)
+        self.own = {who: (own, velocity, 0 * own) for who, (own, velocity, _) in self.own.items()}
+
+    def contribute(self, given: Mapping[int, Array]) -> None:
+        home = self.value
+        for who, one in given.items():
+            self.leave_out(who, one, is_answered=True)
+            own, velocity, _ = self.own[who]
+            difference = ALPHA * (own - (home if self.at_once else self.value))
+            self.own[who] = own, velocity, difference
+            self.value = self.value + difference
+
+    def leave_out(self, who: int, given: Array, is_answered: bool) -> None:
+        own, velocity, difference = self.own[who]
+        velocity = MOMENTUM * velocity + given
+        own = own - RATE * velocity
+        self.own[who] = own - difference if is_answered else own, velocity, np.zeros(own.shape)
+
+
+VARIANCE, ALPHA = 1 / 64, 1 / 4
 ASYNCHRONOUS: dict[str, Callable[[Sequence[int], int], Shard]] = {
     "asp": Shard,
     "hogwild": Shard,
     "softsync(contributions=2)": partial(Collecting, target=2, is_aware=True),
     "collaborative(samples=3)": partial(Collecting, target=3, is_aware=False),
     f"dc_asgd(variance={VARIANCE})": partial(Compensating, is_adaptive=False),
+    f"easgd(steps=1, alpha={ALPHA})": Averaging,
+    f"ea_wild(steps=1, alpha={ALPHA})": Averaging,
     f"dc_asgd(variance={VARIANCE}, adaptive=True, decay=0.5)": partial(Compensating, is_adaptive=True),
 }
 
@@ -159,7 +198,7 @@ def lose_at(worker: Worker, point: str, kind: str, sync: Synchroniser) -> None:
     def answered(call: Callable[[], Any]) -> None:
         sync.await_results()
         sync.await_sent()
-        worker.say(list(SHAPES))
+        worker.say([] if sync.when.local else list(SHAPES))
         die()
 
     if point == "before it posts":
@@ -170,7 +209,7 @@ def lose_at(worker: Worker, point: str, kind: str, sync: Synchroniser) -> None:
     elif point == "when some shards have it":
         once(sync.plan.buckets[-1], "send", between)
     elif point == "when it has the answers":
-        once(sync, "receive", answered)
+        once(sync, "receive", answered)  # of the step before, where these are taken a step later
 
 
 def plan(sync: Synchroniser) -> None:
@@ -198,7 +237,6 @@ def train(worker: Worker, how: Mapping[str, Any]) -> Any:
                 plan(optimizer._sync)
                 worker.say(told)
                 continue
-            dropped = exchanges.dropped
             optimizer.zero_grad()
             given = gradient(state.step, who)
             if told == "after the loss":
@@ -207,16 +245,21 @@ def train(worker: Worker, how: Mapping[str, Any]) -> Any:
             elif told:
                 lose_at(worker, *told, optimizer._sync)
             sum((parameters[name] * given[name]).sum() for name in SHAPES).backward()  # type: ignore[union-attr]
+            generation = exchanges.generation
             optimizer.step()
+            for bucket in optimizer._sync.plan.buckets:
+                with suppress(HorovodInternalError):  # which the next step finds out
+                    bucket.await_result()
             state.step += 1
-            worker.say(exchanges.dropped == dropped)
+            worker.say(exchanges.generation == generation)
 
     run(state)
+    own = {name: parameter.detach().tolist() for name, parameter in parameters.items()}
     hvd.consensus(optimizer)
     carried = optimizer._sync.checkpoint.carry()
     assert carried is not None
     values = {name: parameter.detach().tolist() for name, parameter in parameters.items()}
-    return {"calls": calls[0], "parameters": values, "homes": carried.homes}
+    return {"who": who, "calls": calls[0], "own": own, "parameters": values, "homes": carried.homes}
 
 
 class Turns:
@@ -227,6 +270,7 @@ class Turns:
         self.who: dict[str, int] = {hand.host: rank for rank, hand in enumerate(job.hands)}
         self.steps = dict.fromkeys(self.who, 0)
         self.shards = {name: shard(shape, len(job.hands)) for name, shape in SHAPES.items()}
+        self.is_local = isinstance(self.shards["first"], Averaging)
         self.plan()
 
     def plan(self) -> None:
@@ -244,12 +288,18 @@ class Turns:
             assert [self.job.report(self.hand(host)) for host in hosts] == [True] * len(hosts)
             self.contribute(hosts, list(SHAPES))
 
-    def contribute(self, hosts: str, names: Sequence[str]) -> None:
+    def contribute(self, hosts: str, names: Sequence[str], is_answered: bool = True) -> None:
+        """Notes what numpy says of a step of these hosts, which only these tensors' shards get."""
         given = {self.who[host]: gradient(self.steps[host], self.who[host]) for host in hosts}
         for host in hosts:
             self.steps[host] += 1
-        for name in names:
-            self.shards[name].contribute({who: gradients[name].numpy() for who, gradients in given.items()})
+        for name, shard in self.shards.items():
+            each = {who: gradients[name].numpy() for who, gradients in given.items()}
+            if name in names:
+                shard.contribute(each)
+            else:
+                for who, one in each.items():
+                    shard.leave_out(who, one, is_answered)
 
     def lose(self, host: str, point: str, kind: str, together: str = "") -> None:
         """Loses a host in a step, or its worker, which comes back; all others leave out a step.
@@ -261,19 +311,18 @@ class Turns:
         for other in together:
             self.hand(other).tell(None)
         names = self.job.report(self.hand(host))
-        self.contribute(host + together, names)
-        waiting = ""
-        if len(names) < len(SHAPES):
-            waiting = together
-        else:
-            assert all(self.job.report(self.hand(other)) is True for other in together)
+        self.contribute(host + together, names, is_answered=point != "when it has the answers")
+        are_answered = len(names) == len(SHAPES)
+        waiting = "" if self.is_local or are_answered else together
         if kind == "host":
             self.job.kill_daemon(host)
             self.job.kill(self.hand(host))
+        if not waiting:
+            assert all(self.job.report(self.hand(other)) is True for other in together)
         for hand in self.job.living():
             if hand.host not in host + waiting:
-                self.steps[hand.host] += 1
                 hand.tell("after the loss")
+                self.contribute(hand.host, [], is_answered=are_answered or hand.host not in together)
         self.job.change({hand.host: 1 for hand in self.job.living()})
         assert self.job.reports() == [False] * len(self.job.hands), "a step counts that was lost"
         for shard in self.shards.values():
@@ -289,7 +338,11 @@ class Turns:
         homes = {name: home for result in results for name, home in result["homes"].items()}
         for name, shard in self.shards.items():
             np.testing.assert_array_equal(parameters[name], shard.value)
-            np.testing.assert_array_equal(homes[name]["optimizer/momentum_buffer"], shard.velocity)
+            if isinstance(shard, Averaging):
+                for result in results:
+                    np.testing.assert_array_equal(result["own"][name], shard.own[result["who"]][0])
+            else:
+                np.testing.assert_array_equal(homes[name]["optimizer/momentum_buffer"], shard.velocity)
             for key, wanted in shard.kept.items():
                 found = homes[name].get(f"aux/{key}", np.zeros(wanted.size))
                 np.testing.assert_array_equal(found, wanted.ravel())
@@ -322,4 +375,19 @@ def test_what_came_late_to_a_partial_update_is_carried_beyond_a_loss() -> None:
         turns.take("abc d")
         turns.lose("b", "when it has the answers", "host", together="ac")
         turns.take("ad c cd a")
+        turns.check()
+
+
+@pytest.mark.multiprocess
+def test_differences_that_count_at_once_are_in_all_shards_that_have_those_of_all_ranks() -> None:
+    algorithm = f"easgd(steps=1, alpha={ALPHA}, synchronous_home=True)"
+    with ElasticJob(train, {"algorithm": algorithm}, hosts=HOSTS, environment=SMALL) as job:
+        turns = Turns(job, partial(Averaging, at_once=True))
+        turns.take("abcd abcd")
+        turns.lose("a", "before it posts", "worker")
+        turns.take("abcd abcd")
+        turns.lose("c", "when some shards have it", "worker", together="abd")
+        turns.take("abcd")
+        turns.lose("b", "when some shards have it", "host", together="acd")
+        turns.take("acd acd")
         turns.check()
