@@ -131,8 +131,14 @@ class Partial(Shard):
         self.seen |= dict.fromkeys(given, self.version)
 
 
-class Averaging(Shard):
-    """Elastic averaging after each local step of SGD with momentum; a rank takes its answer a step later.
+class Local(Shard):
+    """Local steps of SGD with momentum, after each of which a rank posts; it takes the answer a step later."""
+
+    own: dict[int, Any]  # of each rank; the first is its parameter
+
+
+class Averaging(Local):
+    """Elastic averaging.
 
     Attributes:
         own: of each rank: parameter, momentum, and the answer that it has not taken.
@@ -163,7 +169,46 @@ class Averaging(Shard):
         self.own[who] = own - difference if is_answered else own, velocity, np.zeros(own.shape)
 
 
-VARIANCE, ALPHA = 1 / 64, 1 / 4
+class Decoupled(Local):
+    """Outer steps by each change that comes.
+
+    Attributes:
+        own: of each rank: parameter, momentum, the shard in the last answer that it has taken, how far it has moved
+            from there by what is not to be posted again, what it has posted since, and the answer that it has not
+            taken.
+    """
+
+    def __init__(self, shape: Sequence[int], ranks: int) -> None:
+        self.own = {who: (*(np.zeros(shape) for _ in range(5)), None) for who in range(ranks)}
+        super().__init__(shape, ranks)
+        self.kept["velocity"] = np.zeros(shape)
+
+    def lost(self, ranks: int) -> None:
+        super().lost(ranks)
+        for who, (own, velocity, start, moved, posted, _) in self.own.items():
+            self.own[who] = own, velocity, start, moved + posted, np.zeros(own.shape), None
+
+    def contribute(self, given: Mapping[int, Array]) -> None:
+        for who, one in given.items():
+            self.leave_out(who, one, is_answered=True)
+            change = self.own[who][4]
+            self.kept["velocity"] = MOMENTUM * self.kept["velocity"] + change
+            self.value = self.value - OUTER_RATE * (change + MOMENTUM * self.kept["velocity"])
+            self.own[who] = *self.own[who][:5], self.value
+
+    def leave_out(self, who: int, given: Array, is_answered: bool) -> None:
+        own, velocity, start, moved, posted, answer = self.own[who]
+        velocity = MOMENTUM * velocity + given
+        own = own - RATE * velocity
+        if is_answered and answer is not None:
+            start, moved = answer, np.zeros(own.shape)
+            own = start - (start - own) * (1 - MIX)
+        if is_answered:  # it posts then, whoever gets that
+            posted = start - own - moved
+        self.own[who] = own, velocity, start, moved, posted, None
+
+
+VARIANCE, ALPHA, MIX, OUTER_RATE = 1 / 64, 1 / 4, 1 / 2, 1 / 2
 ASYNCHRONOUS: dict[str, Callable[[Sequence[int], int], Shard]] = {
     "asp": Shard,
     "hogwild": Shard,
@@ -172,6 +217,7 @@ ASYNCHRONOUS: dict[str, Callable[[Sequence[int], int], Shard]] = {
     f"dc_asgd(variance={VARIANCE})": partial(Compensating, is_adaptive=False),
     f"easgd(steps=1, alpha={ALPHA})": Averaging,
     f"ea_wild(steps=1, alpha={ALPHA})": Averaging,
+    f"decoupled(steps=1, quorum=1, mix={MIX}, outer_rate={OUTER_RATE}, outer_momentum={MOMENTUM})": Decoupled,
     f"dc_asgd(variance={VARIANCE}, adaptive=True, decay=0.5)": partial(Compensating, is_adaptive=True),
 }
 
@@ -270,7 +316,7 @@ class Turns:
         self.who: dict[str, int] = {hand.host: rank for rank, hand in enumerate(job.hands)}
         self.steps = dict.fromkeys(self.who, 0)
         self.shards = {name: shard(shape, len(job.hands)) for name, shape in SHAPES.items()}
-        self.is_local = isinstance(self.shards["first"], Averaging)
+        self.is_local = isinstance(self.shards["first"], Local)
         self.plan()
 
     def plan(self) -> None:
@@ -338,7 +384,7 @@ class Turns:
         homes = {name: home for result in results for name, home in result["homes"].items()}
         for name, shard in self.shards.items():
             np.testing.assert_array_equal(parameters[name], shard.value)
-            if isinstance(shard, Averaging):
+            if isinstance(shard, Local):
                 for result in results:
                     np.testing.assert_array_equal(result["own"][name], shard.own[result["who"]][0])
             else:

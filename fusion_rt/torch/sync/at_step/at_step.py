@@ -106,6 +106,8 @@ class AtStep(When):
             sync.make_plan()
         self._said = self._contribution(values, piece)
         buckets = [bucket for bucket in sync.plan.buckets[piece::pieces] if not bucket.sent]
+        if sync.checkpoint.outlives:
+            sync.options.posted.note(slot for bucket in buckets for slot in bucket.slots)
         sync.submit(values, buckets)
         if buckets:
             self._flights.append(self._flight(buckets, piece))

@@ -93,8 +93,9 @@ class LocalSteps(AtStep):
         self.sync.options.posted.anchor(self.sync.slots, anew)
 
     def note_left_out(self) -> None:
-        """After a loss: the steps of this rank were its own, and stay."""
+        """After a loss: the steps of this rank were its own, and stay; a home may have what it has posted of them."""
         self._agreed = False
+        self.sync.options.posted.leave_out(self.sync.slots)
 
     def _contribution(self, values: bool, piece: int) -> wire.Ready:
         """Returns terms that weigh what was done since this fragment's last post, by its samples, and by its samples a
@@ -172,7 +173,7 @@ class LocalSteps(AtStep):
         for slot in self.sync.slots:
             if slot.name in own.get("outer", {}):
                 start, *velocity = own["outer"][slot.name]
-                slot.start, slot.moved = start.to(slot.parameter, copy=True), None
+                slot.start, slot.moved, slot.posted = start.to(slot.parameter, copy=True), None, None
                 slot.velocity = velocity[0].to(slot.parameter, copy=True) if velocity else None
 
     def rejoin(self, own: Mapping[str, Any]) -> None:
