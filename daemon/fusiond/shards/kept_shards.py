@@ -15,6 +15,7 @@ from fusiond.collectives.base import Array
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.history import ShardHistory
 from fusiond.shards.mirrors import Mirror
+from fusiond.shards.push_pull import PushPullClient
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class KeptPlan:
         epoch, plan: of which membership epoch, and which plan.
         homes: by bucket; those that had begun.
         mirrors: of homes on another node.
+        clients: of local workers, with what their codecs have not sent.
         work: the threads that may still be at work on them.
     """
 
@@ -32,6 +34,7 @@ class KeptPlan:
     plan: int
     homes: Sequence[tuple[int, ShardHistory]]
     mirrors: Sequence[Mirror]
+    clients: Sequence[PushPullClient]
     work: ThreadWork
 
 
@@ -59,8 +62,9 @@ class KeptShards:
             kept.work.when_all_quiet(then)
 
     def recall(self, group: tuple[int, str], epoch: int, plan: int, clock: int) -> dict[str, Array]:
-        """Returns what shards and mirrors had when all contributions before a clock counted, and no other ones:
-        `home:BUCKET:-1:KEY` and `mirror:BUCKET:-1:KEY`. Those of which that is not known are left out.
+        """Returns what shards, mirrors and the codecs of workers had when all contributions before a clock counted, and
+        no other ones: `home:BUCKET:-1:KEY`, `mirror:BUCKET:-1:KEY` and `sender:BUCKET:RANK:codec/KEY`. Those of which
+        that is not known are left out.
 
         Args:
             epoch, plan: of which it is; else nothing is returned.
@@ -71,7 +75,11 @@ class KeptShards:
         states: list[tuple[str, dict[str, Array] | None]] = []
         states += [(f"home:{bucket}:-1", history.state_at(clock)) for bucket, history in kept.homes]
         states += [(f"mirror:{mirror.bucket.index}:-1", mirror.state_at(clock)) for mirror in kept.mirrors]
-        return {f"{prefix}:{key}": value for prefix, state in states for key, value in (state or {}).items()}
+        found = {f"{prefix}:{key}": value for prefix, state in states for key, value in (state or {}).items()}
+        for client in kept.clients:
+            prefix = f"sender:{client.bucket.index}:{client.rank}:codec"
+            found |= {f"{prefix}/{key}": value for key, value in client.remembered_at(clock).items()}
+        return found
 
 
 def _let_go(kept: KeptPlan) -> None:

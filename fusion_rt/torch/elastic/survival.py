@@ -241,7 +241,7 @@ class Survival:
             begun=exchanges.begun,
             failed=tuple(places[part] for part in failed.parts),
             last=tuple((places[part], part.outcome) for part in exchanges.last if part in places),
-            has_memory=any(sync.checkpoint.is_lost_with_daemon for sync in everyone()),
+            has_memory=any(sync.checkpoint.puts_back for sync in everyone()),
             is_spoiled=self._is_spoiled,
             standings=self._state._standing(),
             shard_clocks=clocks,
@@ -265,8 +265,8 @@ class Survival:
                 continue
             clock = max(one.clock for one in known) if known[0].in_step else _ALL
             kept, mirrored = sync.checkpoint.recall(known[0].epoch, clock)
-            homes = mirrors.fill(carried.united(allgather_object(kept, "elastic.shards")), mirrored)
-            if missing := sync.checkpoint.resume(homes):
+            homes = mirrors.fill(carried.united(allgather_object(kept.homes, "elastic.shards")), mirrored)
+            if missing := sync.checkpoint.resume(homes, kept):
                 if runtime().rank == 0:
                     _log.warning("shards are lost with their mirrors, or had not begun: %s", ", ".join(missing[:3]))
                 return False

@@ -70,16 +70,33 @@ def recalled(workers: Workers, nodes: Iterable[int], clock: int) -> dict[int, li
     """Returns all states of each bucket that these nodes have kept."""
     found: dict[int, list[State]] = {bucket.index: [] for bucket in workers.plan.buckets}
     for node in nodes:
-        got: list[dict[str, Array]] = []
-        asked = wire.RecallShards(1, 0, "opt", 0, workers.plan.id, clock)
-        workers.job.nodes[node].engine.homes.recall(asked, lambda get, got=got: got.append(get()))  # type: ignore[misc]
         states: dict[int, State] = {}
-        for key, value in got[0].items():
-            _, bucket, _, name = key.split(":", 3)
-            states.setdefault(int(bucket), {})[name] = value
+        for key, value in recall(workers, node, clock).items():
+            kind, bucket, _, name = key.split(":", 3)
+            if kind != "sender":
+                states.setdefault(int(bucket), {})[name] = value
         for index, state in states.items():
             found[index].append(state)
     return found
+
+
+def recall(workers: Workers, node: int, clock: int) -> State:
+    """Returns all that a node has kept."""
+    got: list[State] = []
+    asked = wire.RecallShards(1, 0, "opt", 0, workers.plan.id, clock)
+    workers.job.nodes[node].engine.homes.recall(asked, lambda get: got.append(get()))
+    return got[0]
+
+
+def residual(workers: Workers, clock: int) -> Array:
+    """Returns the sum of what all ranks have not sent (elements of the vector,)."""
+    total = np.zeros(sum(tensor.numel for bucket in workers.plan.buckets for tensor in bucket.tensors))
+    for node in range(len(workers.job.nodes)):
+        for key, value in recall(workers, node, clock).items():
+            if ":codec/residual/" in key:
+                start = workers._offsets[key.rpartition("/")[2]]
+                total[start : start + len(value)] += value
+    return total
 
 
 def elements(workers: Workers, bucket: wire.Bucket, vector: Array) -> Array:
@@ -148,6 +165,41 @@ def collected(state: State, ranks: int) -> Array:
 def carried(state: State, ranks: int) -> Array:
     """The sum of an update is divided by all ranks; a contribution that is late waits for the next one."""
     return np.rint(-ranks * state["value"] + state.get("aux/carried", np.zeros(1)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(("codec", "rounding"), [("topk(density=0.25, minimum=2)", 0), ("int8", 1e-4)])
+def test_a_step_that_is_left_out_takes_back_what_codecs_have_sent_of_it(codec: str, rounding: float, seed: int) -> None:
+    """All gradients of steps that count are in the shards, or wait to be sent; none of the step that is left out is."""
+    choice = random.Random(seed)
+    layout = choice.choice([[1, 1], [2, 2], [1, 1, 1, 1]])
+    simulated = job(layout, seed)
+    workers = Workers(layout, "bsp", np.zeros(24), 1.0, SGD, codec, job=simulated, survives=True)
+    steps = choice.randrange(4)
+    for step in range(steps + 1):
+        posting = list(simulated.ranks)
+        if step == steps:
+            posting = choice.sample(posting, choice.choice([len(posting), len(posting) - 1]))
+        for rank in posting:
+            workers.post(rank, gradient(rank, step, 24), settle=False)
+        if step < steps:
+            simulated.settle()
+            for rank in simulated.ranks:
+                workers.collect(rank)
+    step_until(workers, choice)
+    dead = choice.randrange(len(layout))
+    living = [node for node in range(len(layout)) if node != dead]
+    has_all = any(rank in workers._handles and not workers.waits(rank) for rank in simulated.ranks)
+    lose(workers)
+    clock = steps + has_all
+    given = sum((gradient(rank, step, 24) for rank in simulated.ranks for step in range(clock)), np.zeros(24))
+    owed = residual(workers, clock)
+    for index, states in recalled(workers, living, clock).items():
+        bucket = workers.plan.buckets[index]
+        assert states, f"nobody knows what bucket {index} had after {clock} steps"
+        for state in states:
+            found = elements(workers, bucket, owed) - simulated.size * state["value"]
+            np.testing.assert_allclose(found, elements(workers, bucket, given), rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("seed", range(30))

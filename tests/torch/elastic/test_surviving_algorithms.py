@@ -73,6 +73,13 @@ class Shard:
         """A rank that goes on has left out its step. `is_answered`: it has taken the answers before."""
 
 
+class Summing(Shard):
+    """The sum of all gradients, and nothing else."""
+
+    def take(self, who: int, given: Array) -> None:
+        self.value = self.value + given
+
+
 class Collecting(Shard):
     """Means of so many contributions; `is_aware`: each divided by its staleness."""
 
@@ -265,13 +272,21 @@ def plan(sync: Synchroniser) -> None:
     sync.make_plan()
 
 
+def residuals_of(optimizer: Any) -> dict[str, Array]:
+    """What the codecs of this rank's node have not sent, by tensor."""
+    kept = optimizer._sync.checkpoint.carry()
+    return {} if kept is None else kept.residuals
+
+
 def train(worker: Worker, how: Mapping[str, Any]) -> Any:
     """Takes a step whenever it is told so, and tells whether it counts."""
     hvd.init()
     who = hvd.rank()
     parameters = {name: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
-    plain = torch.optim.SGD(parameters.values(), lr=RATE, momentum=MOMENTUM)
-    optimizer = hvd.DistributedOptimizer(plain, parameters.items(), algorithm=how["algorithm"])
+    plain = torch.optim.SGD(parameters.values(), lr=how.get("rate", RATE), momentum=how.get("momentum", MOMENTUM))
+    optimizer = hvd.DistributedOptimizer(
+        plain, parameters.items(), compression=how.get("codec", "dense"), algorithm=how["algorithm"]
+    )
     state: Any = hvd.elastic.TorchState(torch.nn.ParameterDict(parameters), optimizer, step=0)
     calls = [0]
 
@@ -282,6 +297,9 @@ def train(worker: Worker, how: Mapping[str, Any]) -> Any:
             if told == "plan":
                 plan(optimizer._sync)
                 worker.say(told)
+                continue
+            if told == "residuals":
+                worker.say(residuals_of(optimizer))
                 continue
             optimizer.zero_grad()
             given = gradient(state.step, who)
@@ -375,11 +393,22 @@ class Turns:
             shard.lost(len(self.job.hands))
         self.plan()
 
-    def check(self) -> None:
-        """Ends the job, and compares."""
+    def residuals(self, host: str) -> dict[str, Array]:
+        """What the codecs of a host have not sent."""
+        self.hand(host).tell("residuals")
+        found: dict[str, Array] = self.job.report(self.hand(host))
+        return found
+
+    def end(self) -> list[Any]:
+        """Ends the job; returns what its ranks return."""
         self.job.tell("end")
         results = self.job.finish()
         assert [result["calls"] for result in results] == [1] * len(results), "somebody has left its function"
+        return results
+
+    def check(self) -> None:
+        """Ends the job, and compares."""
+        results = self.end()
         parameters = same([result["parameters"] for result in results])
         homes = {name: home for result in results for name, home in result["homes"].items()}
         for name, shard in self.shards.items():
@@ -437,3 +466,24 @@ def test_differences_that_count_at_once_are_in_all_shards_that_have_those_of_all
         turns.lose("b", "when some shards have it", "host", together="acd")
         turns.take("acd acd")
         turns.check()
+
+
+@pytest.mark.multiprocess
+def test_what_a_codec_has_not_sent_is_sent_after_a_loss_but_for_that_of_the_lost_host() -> None:
+    how = {"algorithm": "asp", "codec": "topk(density=0.25, minimum=2)", "rate": 1.0, "momentum": 0.0}
+    with ElasticJob(train, how, hosts=HOSTS, environment=SMALL) as job:
+        turns = Turns(job, Summing)
+        turns.take("a b c d c a b")
+        for point, host in zip(POINTS, "acd", strict=True):
+            turns.lose(host, point, "worker")
+            turns.take("b d a c c")
+        lost = turns.residuals("b")
+        turns.lose("b", "before it posts", "host")
+        turns.take("a c c d a")
+        owed = [lost, *(turns.residuals(host) for host in "acd")]
+        results = turns.end()
+    parameters = same([result["parameters"] for result in results])
+    assert all(any(np.any(value) for value in each.values()) for each in owed), "a codec has sent all"
+    for name, shard in turns.shards.items():
+        waits = sum(each.get(name, np.zeros(shard.value.size)) for each in owed)
+        np.testing.assert_array_equal(waits - np.ravel(parameters[name]), shard.value.ravel())

@@ -101,7 +101,8 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
     who = hvd.rank()
     parameters = {name: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
     plain = torch.optim.SGD(parameters.values(), lr=how["rate"], momentum=how["momentum"])
-    optimizer = hvd.DistributedOptimizer(plain, parameters.items(), algorithm=how["algorithm"])
+    codec = how.get("codec", "dense")
+    optimizer = hvd.DistributedOptimizer(plain, parameters.items(), compression=codec, algorithm=how["algorithm"])
     state: Any = hvd.elastic.TorchState(torch.nn.ParameterDict(parameters), optimizer, step=0, trace=())
     give, calls = {"gradient": gradient, "bit": bit}[how["give"]], [0]
     due = list(faults)
@@ -120,11 +121,13 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
             counts = exchanges.dropped == dropped
             state.trace = (*state.trace, (size if counts else 0, counts))  # some may have begun it after the loss
             state.step += 1
-        if how["algorithm"] != "bsp":
+        if how["algorithm"] != "bsp" or codec != "dense":
             hvd.consensus(optimizer)
 
     run(state)
+    kept = optimizer._sync.checkpoint.carry()
     return {
+        "residuals": {} if kept is None else kept.residuals,
         "who": who,
         "calls": calls[0],
         "trace": state.trace,
@@ -188,6 +191,29 @@ def test_a_lost_host_costs_one_step_and_its_shards_go_on_from_their_mirrors(poin
     assert counted.count(False) == 1
     assert left_out - 1 <= counted.index(False) <= left_out, "the next one only if somebody had the results"
     assert same([result["parameters"] for result in results]) == by_numpy(trace, {3: (0, 1, 2), 2: (0, 2)})
+
+
+@pytest.mark.multiprocess
+def test_a_step_that_is_left_out_is_taken_back_from_residuals_too() -> None:
+    """All gradients of steps that count are in the shards, or in a residual, and none of the others is."""
+    how = {**BSP, "rate": 1.0, "momentum": 0.0, "codec": "topk(density=0.25, minimum=2)"}
+    points = ["before anything is posted", "between posts", "when others have the results", "between posts"]
+    faults = [(2 + 3 * number, number % 2, point) for number, point in enumerate(points)]
+    hosts = {"a": 1, "b": 1}
+    with ElasticJob(train, 15, faults, how, hosts=hosts, environment=SMALL) as job:
+        for _ in points:
+            job.change(hosts)
+        results = job.finish()
+    assert [result["calls"] for result in results] == [1] * 2, "somebody has left its function"
+    trace = same([result["trace"] for result in results])
+    parameters = same([result["parameters"] for result in results])
+    assert any(np.any(value) for result in results for value in result["residuals"].values())
+    for name in SHAPES:
+        given = sum(
+            gradient(step, who)[name].numpy() for step, (_, counts) in enumerate(trace) for who in (0, 1) if counts
+        )
+        owed = sum(result["residuals"].get(name, np.zeros(given.size)) for result in results)
+        assert (given.ravel() == owed - 2 * np.array(parameters[name]).ravel()).all()
 
 
 @pytest.mark.multiprocess
