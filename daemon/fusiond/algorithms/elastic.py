@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from fusion_rt import algorithms
 from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step, combined
@@ -17,7 +16,7 @@ class EASGD(HomeAlgorithm[algorithms.EASGD]):
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         difference = _difference(home, part, self.spec.alpha or 0.9 / self.ranks)
-        self.apply(home, replace(part, values=difference))
+        self.apply(home, combined([part], difference))
         yield Answer(part, -difference, added=True)
 
     def change(self, home: Home, part: Contribution) -> None:

@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -136,6 +136,12 @@ class Home:
         self.done = self.done or dict.fromkeys(range(self.ranks), 0)
         self._counting = threading.Lock()
 
+    def step(self, gradient: Array, rates: Sequence[float]) -> None:
+        """Takes a step of its optimizer, which makes a new version."""
+        assert self.optimizer is not None
+        self.optimizer.step(gradient, rates)
+        self.updated()
+
     def updated(self) -> None:
         """Counts an update. Several threads may do so, where they work on the value without a lock."""
         with self._counting:
@@ -254,9 +260,13 @@ def refuse_without(home: Home, why: str) -> Iterator[Step]:
                 yield Refuse(part, why)
 
 
-def combined(parts: Sequence[Contribution], values: Array) -> Contribution:
-    """Returns what several parts have come to, as one: with the rates of the last one."""
-    return replace(parts[-1], values=values, clock=max(part.clock for part in parts))
+def combined(parts: Sequence[Contribution], values: Array, samples: int = 1) -> Contribution:
+    """Returns what parts have come to, as one that changes a shard: with the rates of the last one."""
+    last = parts[-1]
+    if values is last.values and samples == last.samples:
+        return last
+    clock = max(part.clock for part in parts)
+    return Contribution(last.rank, values, clock=clock, rates=last.rates, samples=samples)
 
 
 class ShardAlgorithm(HomeAlgorithm[Spec]):
@@ -283,10 +293,7 @@ class ShardAlgorithm(HomeAlgorithm[Spec]):
         return True
 
     def change(self, home: Home, part: Contribution) -> None:
-        """Takes a step, which makes a new version."""
-        assert home.optimizer is not None
-        home.optimizer.step(part.values, part.rates)
-        home.updated()
+        home.step(part.values, part.rates)
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         number = self.slot(home, part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -50,16 +49,14 @@ class Partial(Ordered[algorithms.Partial]):
 
     def carry(self, home: Home, part: Contribution) -> Iterator[Step]:
         assert home.value is not None
-        self.apply(home, replace(part, rates=()))
+        self.apply(home, Contribution(part.rank, part.values, clock=part.clock))
         yield Answer(part, home.value)
 
     def change(self, home: Home, part: Contribution) -> None:
         """Takes a step by what has come and was carried; or, of a part without rates, carries that."""
         if part.rates:
-            assert home.optimizer is not None
             home.aux.pop("carried", None)
-            home.optimizer.step(part.values, part.rates)
-            home.updated()
+            home.step(part.values, part.rates)
         else:
             carried = home.aux.setdefault("carried", np.zeros(home.elements, home.dtype.storage))
             carried += part.values

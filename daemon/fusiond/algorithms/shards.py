@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, ShardAlgorithm, Step, refuse_without
+from fusiond.algorithms.home import Answer, Home, ShardAlgorithm, Step, combined, refuse_without
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import NO_VALUES, Contribution
 
@@ -74,7 +73,7 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
     has come from."""
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
-        self.apply(home, replace(part, values=self.weighted(home, part), samples=self.counts(part)))
+        self.apply(home, combined([part], self.weighted(home, part), self.counts(part)))
         yield self.answer(home, part)
 
     def change(self, home: Home, part: Contribution) -> None:
@@ -83,7 +82,7 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
         total += part.values
         count += part.samples
         if count[0] >= self.target():
-            super().change(home, replace(part, values=total / home.dtype.storage.type(count[0])))
+            home.step(total / home.dtype.storage.type(count[0]), part.rates)
             total[:], count[:] = 0, 0
 
     @abstractmethod
@@ -143,7 +142,7 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
             if not _has_backups(home):  # all ranks began with the seed
                 for rank in range(self.ranks):
                     home.aux[f"w_bak/{rank}"] = home.copy(home.value)
-            super().change(home, replace(part, values=compensated))
+            home.step(compensated, part.rates)
         np.copyto(home.aux[f"w_bak/{part.rank}"], home.value)  # its sender is answered with this
 
     def _compensated(self, home: Home, part: Contribution) -> Array:
@@ -164,7 +163,7 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
 
     def asked(self, home: Home, part: Contribution) -> Answer:
         if _has_backups(home):  # else all ranks have what the home has
-            self.apply(home, replace(part, values=NO_VALUES, samples=0))
+            self.apply(home, combined([part], NO_VALUES, samples=0))
         return super().asked(home, part)
 
 

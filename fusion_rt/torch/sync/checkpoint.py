@@ -76,18 +76,10 @@ class Checkpoint:
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
         self.remembers = self._homes or codecs.parse(self._codec).stateful
         self._planned: wire.Plan | None = None  # whose homes have what was carried, or begin with a seed
-        why = self._only_at_commits(options) if mirrors_updates and self._at_shards else ""
+        why = why_only_at_commits(options) if mirrors_updates and self._at_shards else ""
         self.outlives = mirrors_updates and self._at_shards and not why
         if why and options.process_set.rank() == 0:
             warnings.warn(f"FUSION_MIRROR_SHARDS=update mirrors shards at commits alone here: {why}", stacklevel=2)
-
-    def _only_at_commits(self, options: Options) -> str:
-        """Returns why shards are not mirrored at each update; empty if they are."""
-        if not options.algorithm.is_replicable:
-            return f"a mirror cannot follow the shards of the algorithm {options.algorithm}, which is not replicable"
-        if not self._is_global:
-            return f"the optimizer is that of process set {options.process_set.process_set_id}, which ends with a loss"
-        return ""
 
     def use(self, codec: str) -> None:
         """Switches to a codec; daemons keep what another one remembered."""
@@ -416,6 +408,15 @@ class Checkpoint:
             return None
         common, mine, loads = self._arriving
         return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
+
+
+def why_only_at_commits(options: Options) -> str:
+    """Returns why an optimizer's shards cannot be mirrored at each update; empty if they can."""
+    if not options.algorithm.is_replicable:
+        return f"a mirror cannot follow the shards of the algorithm {options.algorithm}, which is not replicable"
+    if options.process_set.process_set_id != GLOBAL_SET:
+        return f"the optimizer is that of process set {options.process_set.process_set_id}, which ends with a loss"
+    return ""
 
 
 def _forget(where: Where) -> None:

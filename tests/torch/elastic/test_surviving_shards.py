@@ -4,6 +4,7 @@ that sums are exact."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt import algorithms
 from fusion_rt.torch.elastic.survival import Conclusion, Report, conclude
+from fusion_rt.torch.sync.checkpoint import why_only_at_commits
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import Outcome, ShardClock
@@ -110,6 +113,8 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
     @hvd.elastic.run
     def run(state: Any) -> None:
         calls[0] += 1
+        if ranks := how.get("set"):
+            hvd.add_process_set(ranks)
         while state.step < steps:
             optimizer.zero_grad()
             for fault in [fault for fault in due if fault[:2] == (state.step, who)]:
@@ -258,3 +263,32 @@ def test_when_neighbours_are_lost_at_once_the_others_go_back_to_the_last_commit(
     assert result["calls"] == 2
     assert result["trace"] == ((1, True),) * 7
     assert result["parameters"] == by_numpy(result["trace"], {1: (0,)})
+
+
+@pytest.mark.multiprocess
+def test_with_a_process_set_the_others_go_back_to_the_last_commit_and_are_told_why(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    hosts = {"a": 1, "b": 1, "c": 1}
+    with ElasticJob(train, 7, [(4, 1, "between posts")], {**BSP, "set": [0, 1]}, hosts=hosts, environment=SMALL) as job:
+        job.change(hosts)
+        results = job.finish()
+    assert [result["calls"] for result in results] == [2] * 3
+    assert same([result["trace"] for result in results]) == ((3, True),) * 7
+    assert same([result["parameters"] for result in results]) == by_numpy(((3, True),) * 7, {3: (0, 1, 2)})
+    assert "process set 1 is one of ranks that there were" in capfd.readouterr().err
+
+
+def test_who_asks_for_mirrors_of_updates_where_there_can_be_none_is_told_why() -> None:
+    class Own(algorithms.BSP):
+        is_replicable = False
+
+    everybody, some = SimpleNamespace(process_set_id=0), SimpleNamespace(process_set_id=3)
+    for algorithm, ranks, why in (
+        (Own(), everybody, "the algorithm bsp, which is not replicable"),
+        (algorithms.BSP(), some, "process set 3, which ends with a loss"),
+        (algorithms.BSP(), everybody, ""),
+    ):
+        options: Any = SimpleNamespace(algorithm=algorithm, process_set=ranks)
+        assert why in why_only_at_commits(options)
+        assert bool(why) == bool(why_only_at_commits(options))
