@@ -106,7 +106,7 @@ class Settings:
     mirror_shards: str = _row(
         "commit", FUSION, "A copy of each parameter shard's state on another host, so that it survives the loss of its "
         "own host: made at each commit of an elastic state (commit), or also kept up to date by each update, so that a "
-        "loss costs one step (update; with bsp, asp and ssp), or none (off).",
+        "loss costs one step (update), or none (off).",
         variable="FUSION_MIRROR_SHARDS", choices=("commit", "update", "off"))
     sparse_route: str = _row(
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything "

@@ -63,8 +63,8 @@ class Algorithm(ABC):
         encodes: homes encode themselves what they send, also to homes on the same node.
         waits_for_answers: a worker waits for an answer that is due; else it takes it when it is there, and posts
             nothing more of that bucket until then.
-        is_replicable: shards have nothing but the parameters and the optimizer's state, and change by its steps alone,
-            one at a time: who takes the same steps has the same.
+        is_replicable: shards change by `fusiond.algorithms.HomeAlgorithm.change` alone: who begins with the same, and
+            makes the same changes, has the same.
 
     Raises:
         AlgorithmError: an argument is out of range (from a subclass's `__post_init__`).

@@ -38,6 +38,7 @@ class Softsync(Algorithm):
     et al., arXiv 1511.05950)."""
 
     name = "softsync"
+    is_replicable = True
     contributions: int = 2
     aware: bool = True
 
@@ -55,6 +56,7 @@ class DCASGD(Algorithm):
     w of the worker). `adaptive`: divided by the root of the mean square of g, whose average decays by `decay`."""
 
     name = "dc_asgd"
+    is_replicable = True
     variance: float = 0.04
     adaptive: bool = False
     decay: float = 0.95
@@ -69,6 +71,7 @@ class Hogwild(Algorithm):
     """Asynchronous SGD whose home is updated by several threads without a lock (Niu et al., arXiv 1106.5730)."""
 
     name = "hogwild"
+    is_replicable = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Partial(Algorithm):
     """
 
     name = "partial"
+    is_replicable = True
     backup: int = 1
     deadline: float = 0.0
 
@@ -106,6 +110,7 @@ class Collaborative(Algorithm):
     samples have come from any ranks, and is the mean over samples."""
 
     name = "collaborative"
+    is_replicable = True
     anywhere = True
     samples: int = 256
 

@@ -18,6 +18,7 @@ class EASGD(Algorithm):
 
     name = "easgd"
     signal = Signal.PARAMETER
+    is_replicable = True
     steps: int = 10
     alpha: float = 0.0
     synchronous_home: bool = False

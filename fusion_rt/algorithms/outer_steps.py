@@ -131,6 +131,7 @@ class Decoupled(OuterFragments):
     """
 
     name = "decoupled"
+    is_replicable = True
     apply = Apply.ADOPTED
     waits_for_answers = False
     steps: int = 100

@@ -239,7 +239,7 @@ class LoadState(msgspec.Struct, tag="load", array_like=True):
 
 class RecallShards(msgspec.Struct, tag="recall", array_like=True):
     """Asks for what shards and mirrors of shards on this node had when the formation before ended; the result is named
-    arrays (`local.array_codec`), `home:BUCKET:-1:KEY` and `mirror:BUCKET:-1:KEY`.
+    arrays (`local.array_codec`), `home:BUCKET:-1:KEY`, `mirror:BUCKET:-1:KEY` and `sender:BUCKET:RANK:codec/KEY`.
 
     Attributes:
         epoch, plan: those of the plan whose shards they were; without it there is nothing.

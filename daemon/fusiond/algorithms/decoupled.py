@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step, Wake
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step, Wake, combined
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 
@@ -82,15 +82,21 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
         change: Array = np.zeros(home.elements, home.dtype.storage)
         for part in parts:
             change += part.values * kind(part.samples / total)
-        rate, momentum = self.spec.outer
-        velocity = home.aux.setdefault("velocity", np.zeros(home.elements, home.dtype.storage))
-        velocity *= kind(momentum)
-        velocity += change
-        home.value -= kind(rate) * (change + kind(momentum) * velocity)
-        home.updated()
+        self.apply(home, combined(parts, change))
         home.scratch["steps"] = np.append(home.scratch.get("steps", np.zeros(0)), now)[-_REMEMBERED:]
         for part in parts:
             yield Answer(part, home.value)
+
+    def change(self, home: Home, part: Contribution) -> None:
+        """Takes an outer step."""
+        assert home.value is not None
+        kind = home.dtype.storage.type
+        rate, momentum = self.spec.outer
+        velocity = home.aux.setdefault("velocity", np.zeros(home.elements, home.dtype.storage))
+        velocity *= kind(momentum)
+        velocity += part.values
+        home.value -= kind(rate) * (part.values + kind(momentum) * velocity)
+        home.updated()
 
 
 def _missing(home: Home) -> set[int]:

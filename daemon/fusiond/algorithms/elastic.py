@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step, combined
 from fusiond.algorithms.ordered import Ordered
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
@@ -16,9 +16,11 @@ class EASGD(HomeAlgorithm[algorithms.EASGD]):
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         difference = _difference(home, part, self.spec.alpha or 0.9 / self.ranks)
-        home.value += difference
-        home.updated()
+        self.apply(home, combined([part], difference))
         yield Answer(part, -difference, added=True)
+
+    def change(self, home: Home, part: Contribution) -> None:
+        _add(home, part)
 
 
 class SynchronousEASGD(Ordered[algorithms.EASGD]):
@@ -30,17 +32,25 @@ class SynchronousEASGD(Ordered[algorithms.EASGD]):
 
     def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
         differences = [_difference(home, part, self.spec.alpha or 0.9 / self.ranks) for part in parts]
-        for difference in differences:
-            home.value += difference
-        home.updated()
+        self.apply(home, combined(parts, home.mean(differences, 1)))
         for part, difference in zip(parts, differences, strict=True):
             yield Answer(part, -difference, added=True)
+
+    def change(self, home: Home, part: Contribution) -> None:
+        _add(home, part)
 
 
 class EAWild(EASGD):
     """EASGD by several threads at once, without a lock."""
 
     exclusive = False
+
+
+def _add(home: Home, part: Contribution) -> None:
+    """Moves a home by a difference."""
+    assert home.value is not None
+    home.value += part.values
+    home.updated()
 
 
 def _difference(home: Home, part: Contribution, alpha: float) -> Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -104,6 +104,7 @@ class Home:
         optimizer: applies gradients to the value.
         codec: encodes what the algorithm encodes itself.
         noticed: sums over contributions: `late` ones of each rank, as (name, rank).
+        before_change: called before each change of a shard, with the part that makes it; None if nobody asks.
     """
 
     rank: int
@@ -128,11 +129,18 @@ class Home:
     aux: dict[str, Array] = field(default_factory=dict)
     scratch: dict[str, Array] = field(default_factory=dict)
     noticed: Counter[tuple[str, int]] = field(default_factory=Counter)
+    before_change: Callable[[Contribution], None] | None = None
 
     def __post_init__(self) -> None:
         self.present = self.present or set(range(self.ranks))
         self.done = self.done or dict.fromkeys(range(self.ranks), 0)
         self._counting = threading.Lock()
+
+    def step(self, gradient: Array, rates: Sequence[float]) -> None:
+        """Takes a step of its optimizer, which makes a new version."""
+        assert self.optimizer is not None
+        self.optimizer.step(gradient, rates)
+        self.updated()
 
     def updated(self) -> None:
         """Counts an update. Several threads may do so, where they work on the value without a lock."""
@@ -192,6 +200,26 @@ class HomeAlgorithm(ABC, Generic[Spec]):
     def received(self, home: Home, part: Contribution) -> Iterable[Step]:
         """A part has come. `home.done` counts it already, if it is a worker's."""
 
+    def change(self, home: Home, part: Contribution) -> None:
+        """Changes what lasts of a shard: `value`, `optimizer`, `aux` (but for what it has learned of its node's clock),
+        and the count of its updates.
+
+        That may depend on these, but for the count, and on a part's `values`, `rates`, `samples` and `rank`, and on
+        nothing else. So who begins with the same, and makes the same changes in the same order, has the same: a shard's
+        mirror. Where several threads change a shard, any order is as good as any other.
+
+        Args:
+            part: has `samples` = 0 if it has no values. It need not be a worker's, but can be made for this: `apply`.
+        """
+        raise NotImplementedError(f"shards of {self.spec} are not changed by single parts")
+
+    def apply(self, home: Home, part: Contribution) -> None:
+        """Makes a `change`, and has whoever keeps a shard's history note it before."""
+        if home.before_change is not None:
+            home.before_change(part)
+        home.clock = part.clock + 1
+        self.change(home, part)
+
     def nothing(self, home: Home, part: Contribution) -> Iterable[Step]:
         """A worker took a step without a gradient, since its own was not finite: that is nobody's mean, and no update,
         but those who wait for its clock may go on. `home.done` counts it already."""
@@ -232,6 +260,15 @@ def refuse_without(home: Home, why: str) -> Iterator[Step]:
                 yield Refuse(part, why)
 
 
+def combined(parts: Sequence[Contribution], values: Array, samples: int = 1) -> Contribution:
+    """Returns what parts have come to, as one that changes a shard: with the rates of the last one."""
+    last = parts[-1]
+    if values is last.values and samples == last.samples:
+        return last
+    clock = max(part.clock for part in parts)
+    return Contribution(last.rank, values, clock=clock, rates=last.rates, samples=samples)
+
+
 class ShardAlgorithm(HomeAlgorithm[Spec]):
     """A shard applies the gradients that come to it; subclasses answer the questions about how and when."""
 
@@ -255,12 +292,8 @@ class ShardAlgorithm(HomeAlgorithm[Spec]):
         del home, part
         return True
 
-    def apply(self, home: Home, gradient: Array, parts: Sequence[Contribution]) -> None:
-        """Takes the step, which makes a new version."""
-        assert home.optimizer is not None
-        home.clock = 1 + max(part.clock for part in parts)
-        home.optimizer.step(gradient, parts[-1].rates)
-        home.updated()
+    def change(self, home: Home, part: Contribution) -> None:
+        home.step(part.values, part.rates)
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         number = self.slot(home, part)
@@ -274,7 +307,7 @@ class ShardAlgorithm(HomeAlgorithm[Spec]):
         """Applies a slot; its parts wait for the gate."""
         parts = [part for _, part in sorted(home.slots.pop(number).items())]
         if given := [part for part in parts if part.samples]:
-            self.apply(home, self.combine(home, given), given)
+            self.apply(home, combined(given, self.combine(home, given)))
         home.waiting.extend(parts)
         return iter(())
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, Step, Wake
+from fusiond.algorithms.home import Answer, Home, Step, Wake, combined
 from fusiond.algorithms.ordered import IN_TIME, LATE, Ordered
 from fusiond.core.contribution import Contribution
 
@@ -40,21 +40,26 @@ class Partial(Ordered[algorithms.Partial]):
         return len(missing) <= max(self.spec.backup, len(missing - home.expected))
 
     def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
-        assert home.optimizer is not None
         assert home.value is not None
-        carried = home.aux.pop("carried", None)
-        values = [part.values for part in parts]
+        values, carried = [part.values for part in parts], home.aux.get("carried")
         gradient = home.mean(values if carried is None else [*values, carried], self.ranks)
-        home.optimizer.step(gradient, parts[-1].rates)
-        home.updated()
+        self.apply(home, combined(parts, gradient))
         for part in parts:
             yield Answer(part, home.value)
 
     def carry(self, home: Home, part: Contribution) -> Iterator[Step]:
         assert home.value is not None
-        carried = home.aux.setdefault("carried", np.zeros(home.elements, home.dtype.storage))
-        carried += part.values
+        self.apply(home, Contribution(part.rank, part.values, clock=part.clock))
         yield Answer(part, home.value)
+
+    def change(self, home: Home, part: Contribution) -> None:
+        """Takes a step by what has come and was carried; or, of a part without rates, carries that."""
+        if part.rates:
+            home.aux.pop("carried", None)
+            home.step(part.values, part.rates)
+        else:
+            carried = home.aux.setdefault("carried", np.zeros(home.elements, home.dtype.storage))
+            carried += part.values
 
     def elapsed(self, home: Home, now: float) -> Iterator[Step]:
         if slot := home.slots.get(IN_TIME):

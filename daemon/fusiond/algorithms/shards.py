@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, ShardAlgorithm, Step, refuse_without
+from fusiond.algorithms.home import Answer, Home, ShardAlgorithm, Step, combined, refuse_without
 from fusiond.collectives.base import Array
-from fusiond.core.contribution import Contribution
+from fusiond.core.contribution import NO_VALUES, Contribution
 
 
 class BSP(ShardAlgorithm[algorithms.BSP]):
@@ -73,14 +73,17 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
     has come from."""
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
+        self.apply(home, combined([part], self.weighted(home, part), self.counts(part)))
+        yield self.answer(home, part)
+
+    def change(self, home: Home, part: Contribution) -> None:
         total = home.aux.setdefault("sum", np.zeros(home.elements, home.dtype.storage))
         count = home.aux.setdefault("count", np.zeros(1, np.int64))
-        total += self.weighted(home, part)
-        count += self.counts(part)
+        total += part.values
+        count += part.samples
         if count[0] >= self.target():
-            self.apply(home, total / home.dtype.storage.type(count[0]), [part])
+            home.step(total / home.dtype.storage.type(count[0]), part.rates)
             total[:], count[:] = 0, 0
-        yield self.answer(home, part)
 
     @abstractmethod
     def weighted(self, home: Home, part: Contribution) -> Array:
@@ -132,8 +135,18 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
     """g + lambda g * g * (w - w_bak) on arrival (arXiv 1609.08326, eqs. 10 and 14). `aux`: w_bak of each rank, which is
     what it was answered last, and the mean square of g."""
 
-    def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
-        part, spec = parts[0], self.spec
+    def change(self, home: Home, part: Contribution) -> None:
+        assert home.value is not None
+        if part.samples:
+            compensated = self._compensated(home, part)
+            if not _has_backups(home):  # all ranks began with the seed
+                for rank in range(self.ranks):
+                    home.aux[f"w_bak/{rank}"] = home.copy(home.value)
+            home.step(compensated, part.rates)
+        np.copyto(home.aux[f"w_bak/{part.rank}"], home.value)  # its sender is answered with this
+
+    def _compensated(self, home: Home, part: Contribution) -> Array:
+        spec = self.spec
         assert home.value is not None
         g, kind = part.values, home.dtype.storage.type
         strength: Array | float = kind(spec.variance)
@@ -148,21 +161,14 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
         compensated: Array = g + strength * g * g * (home.value - backup)
         return compensated
 
-    def apply(self, home: Home, gradient: Array, parts: Sequence[Contribution]) -> None:
-        assert home.value is not None
-        if not home.version:  # all ranks began with the seed
-            for rank in range(self.ranks):
-                home.aux[f"w_bak/{rank}"] = home.copy(home.value)
-        super().apply(home, gradient, parts)
+    def asked(self, home: Home, part: Contribution) -> Answer:
+        if _has_backups(home):  # else all ranks have what the home has
+            self.apply(home, combined([part], NO_VALUES, samples=0))
+        return super().asked(home, part)
 
-    def answer(self, home: Home, part: Contribution) -> Answer:
-        assert home.value is not None
-        backup = home.aux.get(f"w_bak/{part.rank}")
-        if backup is not None:
-            np.copyto(backup, home.value)
-        elif home.version:
-            home.aux[f"w_bak/{part.rank}"] = home.copy(home.value)
-        return Answer(part, home.value)
+
+def _has_backups(home: Home) -> bool:
+    return any(key.startswith("w_bak/") for key in home.aux)
 
 
 class Hogwild(ShardAlgorithm[algorithms.Hogwild]):
@@ -171,5 +177,5 @@ class Hogwild(ShardAlgorithm[algorithms.Hogwild]):
     exclusive = False
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
-        self.apply(home, part.values, [part])
+        self.apply(home, part)
         yield self.answer(home, part)

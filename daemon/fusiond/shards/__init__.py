@@ -10,7 +10,7 @@ algorithm, and is answered into the arena:
     actions.py         the steps of an algorithm, carried out: answers, messages, refusals
     timeouts.py        contributions that have waited too long
     checkpoint.py      the saved state of homes and contributions
-    mirrors.py         copies of shards on other nodes, which are told of each update (recorded_optimizer.py)
+    mirrors.py         copies of shards on other nodes, which are told of each update (history.py)
     kept_shards.py     both, from one formation to the next
     occupied.py        ranks that wait in other operations, for which homes do not wait
 

@@ -14,6 +14,7 @@ from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.operations.thread_work import Act
+from fusiond.shards.history import state_of
 from fusiond.shards.hosted_home import HostedHome
 from fusiond.shards.messages import MessageCodecs
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
@@ -121,12 +122,7 @@ def _home_state(home: Home) -> dict[str, Array]:
         "version": np.array([home.version], np.int64),
         "done": np.array([home.done[rank] for rank in range(home.ranks)], np.int64),
     }
-    if home.value is not None:
-        state["value"] = home.value.copy()
-    state |= {f"aux/{key}": value.copy() for key, value in home.aux.items()}
-    if home.optimizer is not None:
-        state |= {f"optimizer/{key}": value for key, value in home.optimizer.state().items()}
-    return state
+    return state | state_of(home)
 
 
 def _restore_home(hosted: HostedHome, entries: Mapping[str, Array]) -> list[Act]:

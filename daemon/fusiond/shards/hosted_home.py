@@ -14,7 +14,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
-from fusiond.shards.recorded_optimizer import RecordedOptimizer, ToMirror
+from fusiond.shards.history import ShardHistory, ToMirror
 
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
 
@@ -33,7 +33,8 @@ class HostedHome:
         told: the value that the node of each rank was told last, to which differences are sent.
         joins: how often all ranks have joined while this home was there; clients begin new clocks each time.
         mirror: the node that has its mirror, which is told of each update; None if there is none.
-        outbox: what a thread has done and the mirror is to be told.
+        history: of its changes, once it has begun; None if it need not outlive its formation.
+        outbox: what threads have done and the mirror is to be told.
         sent, mirrored: numbers of the last message to the mirror, and of the last one that it has.
         held: calls that wait until the mirror has the message of this number.
     """
@@ -50,7 +51,8 @@ class HostedHome:
     told: dict[int, Array] = field(default_factory=dict)
     joins: int = 0
     mirror: int | None = None
-    outbox: list[ToMirror] = field(default_factory=list)
+    history: ShardHistory | None = None
+    outbox: deque[ToMirror] = field(default_factory=deque)
     sent: int = 0
     mirrored: int = 0
     held: deque[tuple[int, list[Act]]] = field(default_factory=deque)
@@ -98,15 +100,20 @@ class HostedHome:
 
     def begin(self, value: Array) -> None:
         """Gives the home its first value."""
-        if self.plan.spec.signal is Signal.GRADIENT:
-            self.home.optimizer = shard_optimizer.make(self.plan.plan.reduction.optimizer, self.bucket, value)
-            if self.plan.plan.reduction.survives:
-                outbox = None if self.mirror is None else self.outbox
-                undoes = self.plan.spec.synchronous
-                self.home.optimizer = RecordedOptimizer(self.home, self.home.optimizer, undoes, outbox)
-        self.home.value = value
+        begin(self.home, self.plan, self.bucket, value)
+        if self.plan.plan.reduction.survives:
+            outbox = None if self.mirror is None else self.outbox
+            self.history = ShardHistory(self.home, self.plan.spec.synchronous, outbox)
+            self.home.before_change = self.history.note
 
     def was_set(self) -> None:
         """Notes that the home has another value, or its optimizer another state, than its last update has left."""
-        if isinstance(self.home.optimizer, RecordedOptimizer):
-            self.home.optimizer.tell_all()
+        if self.history is not None:
+            self.history.tell_all()
+
+
+def begin(home: Home, state: PlanState, bucket: wire.Bucket, value: Array) -> None:
+    """Gives a bucket's home a value, and an optimizer, if it has one. Raises `ShardOptimizerError`."""
+    if state.spec.signal is Signal.GRADIENT:
+        home.optimizer = shard_optimizer.make(state.plan.reduction.optimizer, bucket, value)
+    home.value = value

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusiond.algorithms.home import Home
 from fusiond.collectives.base import Array
 from fusiond.operations.thread_work import Act, ThreadWork
+from fusiond.shards.history import ShardHistory
 from fusiond.shards.mirrors import Mirror
-from fusiond.shards.recorded_optimizer import RecordedOptimizer
+from fusiond.shards.push_pull import PushPullClient
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,17 @@ class KeptPlan:
 
     Attributes:
         epoch, plan: of which membership epoch, and which plan.
-        homes: by bucket.
+        homes: by bucket; those that had begun.
         mirrors: of homes on another node.
+        clients: of local workers, with what their codecs have not sent.
         work: the threads that may still be at work on them.
     """
 
     epoch: int
     plan: int
-    homes: Sequence[tuple[int, Home]]
+    homes: Sequence[tuple[int, ShardHistory]]
     mirrors: Sequence[Mirror]
+    clients: Sequence[PushPullClient]
     work: ThreadWork
 
 
@@ -60,8 +62,9 @@ class KeptShards:
             kept.work.when_all_quiet(then)
 
     def recall(self, group: tuple[int, str], epoch: int, plan: int, clock: int) -> dict[str, Array]:
-        """Returns what shards and mirrors had when all contributions before a clock counted, and no other ones:
-        `home:BUCKET:-1:KEY` and `mirror:BUCKET:-1:KEY`. Those of which that is not known are left out.
+        """Returns what shards, mirrors and the codecs of workers had when all contributions before a clock counted, and
+        no other ones: `home:BUCKET:-1:KEY`, `mirror:BUCKET:-1:KEY` and `sender:BUCKET:RANK:codec/KEY`. Those of which
+        that is not known are left out.
 
         Args:
             epoch, plan: of which it is; else nothing is returned.
@@ -70,15 +73,17 @@ class KeptShards:
         if kept is None or (kept.epoch, kept.plan) != (epoch, plan):
             return {}
         states: list[tuple[str, dict[str, Array] | None]] = []
-        for bucket, home in kept.homes:
-            if isinstance(home.optimizer, RecordedOptimizer):  # else it has not begun
-                states.append((f"home:{bucket}:-1", home.optimizer.state_at(clock)))
+        states += [(f"home:{bucket}:-1", history.state_at(clock)) for bucket, history in kept.homes]
         states += [(f"mirror:{mirror.bucket.index}:-1", mirror.state_at(clock)) for mirror in kept.mirrors]
-        return {f"{prefix}:{key}": value for prefix, state in states for key, value in (state or {}).items()}
+        found = {f"{prefix}:{key}": value for prefix, state in states for key, value in (state or {}).items()}
+        for client in kept.clients:
+            prefix = f"sender:{client.bucket.index}:{client.rank}:codec"
+            found |= {f"{prefix}/{key}": value for key, value in client.remembered_at(clock).items()}
+        return found
 
 
 def _let_go(kept: KeptPlan) -> None:
     """Drops contributions, which are in the arenas of workers, when no thread works on them any more."""
-    for _, home in kept.homes:
-        home.slots.clear()
-        home.waiting.clear()
+    for _, history in kept.homes:
+        history.home.slots.clear()
+        history.home.waiting.clear()

@@ -1,11 +1,12 @@
 """Mirrors of shards of other nodes, which take the same steps.
 
 A shard whose plan says that it survives (`wire.Reduction.survives`) tells its mirror what it begins with, and each
-update that it applies, as it is and in that order; so the mirror has the same value and the same optimizer's state, to
-the bit where both nodes compute alike. The home of that shard answers contributions when the mirror has the update that
-they count in: what a worker has been told outlives either of the two nodes.
+change that it makes (`HomeAlgorithm.change`), as it is and in that order. The mirror has the same algorithm make the
+same changes; so it has all that the shard has, to the bit where both nodes compute alike. The shard answers
+contributions when the mirror has the change that they count in: what a worker has been told outlives either of the two
+nodes.
 
-The mirror leaves the last update open until the next one comes. When the formation ends it can be said whether that
+The mirror leaves the last change open until the next one comes. When the formation ends it can be said whether that
 one counts (`kept_shards.py`).
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -21,12 +23,13 @@ from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusion_rt.local import array_codec
-from fusiond.algorithms import shard_optimizer
 from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
+from fusiond.shards.history import ToMirror, state_of
+from fusiond.shards.hosted_home import begin
 from fusiond.shards.node import ThisNode
-from fusiond.shards.recorded_optimizer import ToMirror, state_of
 
 _MAX_EARLY = 1024  # messages of a shard that may come before others
 
@@ -57,9 +60,9 @@ class Mirror:
         self.early: dict[int, ToMirror] = {}
         self.queue: deque[ToMirror] = deque()
         self.busy = False
-        self._spec = state.plan.reduction.optimizer
+        self._plan = state
         self._home = Home(-1, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, ())
-        self._open: ToMirror | None = None  # the last update, which is not applied
+        self._open: ToMirror | None = None  # the last change, which is not made
         self._is_whole = False  # no message was left in the middle
 
     @property
@@ -67,34 +70,38 @@ class Mirror:
         """Bytes of its value."""
         return self._home.elements * self._home.dtype.itemsize
 
+    def position(self, rank: int) -> int:
+        """Returns the position of a rank among those of the plan."""
+        return self._plan.members.set.ranks.index(rank)
+
     def take(self, told: ToMirror) -> None:
         """Takes a message in. Raises `FusionError` if it makes no sense. One thread at a time."""
         was_whole, self._is_whole = self._is_whole, False
         if told.kind == "image":
             self._begin(told)
         elif was_whole:
-            self._apply()
+            self._change()
             self._open = told
         else:
-            raise WireError(f"an update of bucket {self.bucket.index} came to its mirror before the bucket itself")
+            raise WireError(f"a change of bucket {self.bucket.index} came to its mirror before the bucket itself")
         self._is_whole = True
 
     def state_at(self, clock: int) -> dict[str, Array] | None:
-        """Returns what `RecordedOptimizer.state_at` does, when no thread is at work on it any more."""
+        """Returns what `ShardHistory.state_at` does, when no thread is at work on it any more."""
         while self.queue:
             self.take(self.queue.popleft())
         if not self._is_whole:
             return None
         if self._open is not None and self._open.clock <= clock:
-            self._apply()
+            self._change()
         return state_of(self._home) if self._home.clock <= clock else None
 
-    def _apply(self) -> None:
+    def _change(self) -> None:
         told, self._open = self._open, None
         if told is not None:
-            assert self._home.optimizer is not None
-            values = np.frombuffer(told.payload, self._home.dtype.storage)
-            self._home.optimizer.step(np.require(values, requirements="A"), told.rates)
+            values = np.require(np.frombuffer(told.payload, self._home.dtype.storage), requirements="A")
+            part = Contribution(told.rank, values, rates=told.rates, samples=told.samples)
+            self._plan.home_algorithm.change(self._home, part)
             self._home.clock = told.clock
 
     def _begin(self, told: ToMirror) -> None:
@@ -103,11 +110,16 @@ class Mirror:
         value = state.pop("value", None)
         if value is None or value.shape != (self._home.elements,) or value.dtype != self._home.dtype.storage:
             raise WireError(f"{of} does not have its {self._home.elements} elements")
-        if any(not key.startswith("optimizer/") for key in state):
-            raise WireError(f"{of} has {sorted(state)}, of which not all are its optimizer's")
-        optimizer = shard_optimizer.make(self._spec, self.bucket, value)
-        optimizer.load({key.removeprefix("optimizer/"): entry for key, entry in state.items()})
-        self._home.value, self._home.optimizer, self._home.clock, self._open = value, optimizer, told.clock, None
+        parts: dict[str, dict[str, Array]] = {"aux": {}, "optimizer": {}}
+        for key, entry in state.items():
+            kind, _, name = key.partition("/")
+            if kind not in parts:
+                raise WireError(f"{of} has {key!r}, which is neither its algorithm's nor its optimizer's")
+            parts[kind][name] = entry
+        begin(self._home, self._plan, self.bucket, value)
+        if self._home.optimizer is not None:
+            self._home.optimizer.load(parts["optimizer"])
+        self._home.aux, self._home.clock, self._open = parts["aux"], told.clock, None
 
 
 class Mirrors:
@@ -143,7 +155,9 @@ class Mirrors:
             raise WireError(
                 f"message {number} of bucket {message.bucket} came to its mirror, which has {mirror.received}"
             )
-        told = ToMirror("image" if message.kind == "image" else "update", message.version, payload, message.rates)
+        rank = mirror.position(message.rank)
+        kind: Literal["image", "update"] = "image" if message.kind == "image" else "update"
+        told = ToMirror(kind, message.version, payload, message.rates, message.samples, rank)
         mirror.early[number] = told
         before = mirror.received
         while (following := mirror.early.pop(mirror.received + 1, None)) is not None:

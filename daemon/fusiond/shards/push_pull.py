@@ -34,6 +34,8 @@ class PushPullClient:
         awaits: its worker, which may go on without the answer, has said that it does not.
         busy: a thread reads what it has posted, or writes its answer.
         failed: why it has failed, and so nothing more of it is exchanged; empty if it has not.
+        before: what its codec remembered before its last contribution was encoded, and that one's clock, where this may
+            be taken back after a loss.
     """
 
     plan: PlanState
@@ -50,6 +52,7 @@ class PushPullClient:
     awaits: bool = False
     busy: bool = False
     failed: str = ""
+    before: tuple[int, dict[str, Array]] | None = None
 
     @property
     def home(self) -> int:
@@ -69,6 +72,12 @@ class PushPullClient:
     @property
     def home_address(self) -> Address:
         return self.plan.plan.id, self.bucket.index, self.home
+
+    def remembered_at(self, clock: int) -> dict[str, Array]:
+        """Returns copies of what its codec remembers of all contributions before a clock, and of no other ones."""
+        if self.before is not None and self.before[0] >= clock:
+            return {key: value.copy() for key, value in self.before[1].items()}
+        return {} if self.codec is None else self.codec.state_dict()
 
     def release(self) -> Contribution:
         """Ends the wait for an answer; returns what was posted."""
@@ -176,6 +185,7 @@ class PushPullClients:
             posted.clock, posted.version, 0, 0, posted.rates, posted.samples,
         )  # fmt: skip
         seed = message.kind in ("seed", "reseed")
+        may_undo = client.plan.plan.reduction.survives and client.plan.spec.synchronous and codec.codec.stateful
         payload: list[memoryview] = []
 
         def encode() -> None:
@@ -184,6 +194,8 @@ class PushPullClients:
             if message.kind != "post" or not message.samples:  # who asks, or has no gradient, sends nothing
                 payload.append(memoryview(source.tobytes() if seed else b""))
                 return
+            if may_undo:
+                client.before = message.clock, codec.state_dict()
             name = f"bucket {message.bucket}"
             self._here.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, message.clock, message.plan)
             payload.append(pack(codec, source))

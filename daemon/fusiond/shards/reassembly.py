@@ -23,7 +23,7 @@ _MAX_EARLY = 4096  # pieces that may come before their plan
 _MAX_EARLY_BYTES = 1 << 32  # of their payloads
 _MAX_OPEN = 8  # messages from a rank to a home, or back, that may be incomplete
 _MAX_SENTENCE = 64 * 1024  # bytes of the reason for which a contribution is refused
-_MOST_STATE = 8  # times the bytes of its value that a shard and its optimizer's state may take
+_MOST_STATE = 8  # times the bytes of its value that a shard and its optimizer's state may take, besides one a rank
 _HEADER = 4096  # bytes of a tensor's entries in it, besides
 
 
@@ -122,23 +122,26 @@ def _check(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanState, p
     bucket = state.plan.buckets[piece.bucket]
     what = _in_words(piece)
     limit = bucket.numel * DTYPES[bucket.dtype].itemsize
-    if piece.kind in ("seed", "reseed", "update") and piece.nbytes != limit:
+    sized = piece.kind in ("seed", "reseed") or (piece.kind == "update" and piece.samples > 0)
+    if sized and piece.nbytes != limit:
         raise WireError(f"{what} has {piece.nbytes} bytes instead of {limit}")
     if piece.kind == "refused":
         limit = _MAX_SENTENCE
-    elif piece.kind in ("pass", "want"):
+    elif piece.kind in ("pass", "want") or (piece.kind == "update" and not sized):
         limit = 0
     elif piece.kind == "image":
-        limit = _MOST_STATE * limit + _HEADER * (1 + len(bucket.tensors))
+        ranks = len(state.members.set.ranks)  # an algorithm may keep something of each
+        limit = (_MOST_STATE + ranks) * limit + _HEADER * (1 + len(bucket.tensors) + ranks)
     elif piece.kind == "told":
         limit = 8 * (1 + 2 * len(state.members.set.ranks))
-    elif piece.kind not in ("seed", "reseed", "update"):
+    elif not sized:
         limit = max(limit, codecs.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
     if piece.nbytes > limit:
         raise WireError(f"{what} has {piece.nbytes} bytes, and {limit} is the most")
     if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
         raise WireError(f"{what} has the notes {list(piece.notes)}, which say nothing")
-    if piece.kind in ("post", "update") and (wrong := state.wrong_rates(bucket.index, piece.rates)):
+    steps = piece.kind == "post" or (piece.kind == "update" and bool(piece.rates))
+    if steps and (wrong := state.wrong_rates(bucket.index, piece.rates)):
         raise WireError(f"{what} cannot be taken in: {wrong}")
     if not (0 < piece.weight < math.inf):
         raise WireError(f"{what} has the weight {piece.weight}, which has to be above 0")

@@ -188,13 +188,13 @@ class HomeServer:
 
     def _tell_mirror(self, hosted: HostedHome) -> None:
         """Tells a home's mirror what a thread has done there."""
-        told, hosted.outbox[:] = list(hosted.outbox), []
-        for one in told:
+        while hosted.outbox:  # to which threads may add
+            one = hosted.outbox.popleft()
             assert hosted.mirror is not None
             hosted.sent += 1
             message = wire.Piece(
-                self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, one.kind, -1, hosted.ranks[0], hosted.sent,
-                one.clock, 0, 0, one.rates,
+                self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, one.kind, -1, hosted.ranks[one.rank],
+                hosted.sent, one.clock, 0, 0, one.rates, one.samples,
             )  # fmt: skip
             self._here.send(hosted.mirror, message, one.payload)
 

@@ -206,8 +206,11 @@ class ParameterService:
         for state in self._plans.values():
             if state.plan.reduction.survives:
                 id = state.plan.id
-                homes = [(hosted.bucket.index, hosted.home) for hosted in self._server if hosted.plan is state]
-                kept = KeptPlan(self._here.epoch, id, homes, list(self._mirrors.of(id)), self._here.work)
+                hosted = [hosted for hosted in self._server if hosted.plan is state]
+                homes = [(one.bucket.index, one.history) for one in hosted if one.history is not None]
+                clients = [client for client in self._clients if client.plan is state]
+                mirrors = list(self._mirrors.of(id))
+                kept = KeptPlan(self._here.epoch, id, homes, mirrors, clients, self._here.work)
                 self._kept.keep(group_of(state), kept)
         self.occupied.clear()
         self._clients.forget()

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.basics import init
 from fusion_rt.torch.core.runtime import runtime, step_out
@@ -192,8 +193,13 @@ class Survival:
         dropped = [exchange for exchange in exchanges.under_way if exchange is not failed]
         if exchanges.is_uncertain or any(exchange.is_done for exchange in dropped):
             raise error
-        if runtime().client.channel.failure is None or len(runtime().client.process_sets) > 1:
-            raise error  # nobody is lost; or the script has to make its process sets anew
+        if runtime().client.channel.failure is None:
+            raise error  # nobody is lost
+        if made := [known for known in runtime().client.process_sets if known != GLOBAL_SET]:
+            raise HorovodInternalError(
+                f"{str(error).splitlines()[0]} (and in place no rank can go on: process set {made[0]} is one of ranks "
+                "that there were, which the script has to make anew)"
+            ) from error
         why, daemon = error, runtime().where.socket
         while True:
             try:
@@ -241,7 +247,7 @@ class Survival:
             begun=exchanges.begun,
             failed=tuple(places[part] for part in failed.parts),
             last=tuple((places[part], part.outcome) for part in exchanges.last if part in places),
-            has_memory=any(sync.checkpoint.is_lost_with_daemon for sync in everyone()),
+            has_memory=any(sync.checkpoint.puts_back for sync in everyone()),
             is_spoiled=self._is_spoiled,
             standings=self._state._standing(),
             shard_clocks=clocks,
@@ -265,8 +271,8 @@ class Survival:
                 continue
             clock = max(one.clock for one in known) if known[0].in_step else _ALL
             kept, mirrored = sync.checkpoint.recall(known[0].epoch, clock)
-            homes = mirrors.fill(carried.united(allgather_object(kept, "elastic.shards")), mirrored)
-            if missing := sync.checkpoint.resume(homes):
+            homes = mirrors.fill(carried.united(allgather_object(kept.homes, "elastic.shards")), mirrored)
+            if missing := sync.checkpoint.resume(homes, kept):
                 if runtime().rank == 0:
                     _log.warning("shards are lost with their mirrors, or had not begun: %s", ", ".join(missing[:3]))
                 return False

@@ -76,20 +76,10 @@ class Checkpoint:
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
         self.remembers = self._homes or codecs.parse(self._codec).stateful
         self._planned: wire.Plan | None = None  # whose homes have what was carried, or begin with a seed
-        self.outlives = (
-            mirrors_updates
-            and options.algorithm.is_replicable
-            and self._is_global
-            and not codecs.parse(self._codec).stateful  # what it has not sent would be lost, or count twice
-            and {named.parameter.dtype for named in trained.named()} <= {torch.float32, torch.float64}
-        )
-        if mirrors_updates and self._at_shards and not self.outlives and options.process_set.rank() == 0:
-            warnings.warn(
-                f"FUSION_MIRROR_SHARDS=update mirrors shards at commits alone with {options.algorithm} and the codec "
-                f"{self._codec}: it takes bsp, asp or ssp of all ranks, a codec that keeps no residual, and parameters "
-                "of float32 or float64",
-                stacklevel=2,
-            )
+        why = why_only_at_commits(options) if mirrors_updates and self._at_shards else ""
+        self.outlives = mirrors_updates and self._at_shards and not why
+        if why and options.process_set.rank() == 0:
+            warnings.warn(f"FUSION_MIRROR_SHARDS=update mirrors shards at commits alone here: {why}", stacklevel=2)
 
     def use(self, codec: str) -> None:
         """Switches to a codec; daemons keep what another one remembered."""
@@ -296,6 +286,11 @@ class Checkpoint:
         return self.carries and (at_homes or codecs.parse(self._codec).stateful)
 
     @property
+    def puts_back(self) -> bool:
+        """True if the daemon has put back what a codec had sent in vain, without asking whether it counts elsewhere."""
+        return self.is_lost_with_daemon and not self.outlives
+
+    @property
     def has_shards(self) -> bool:
         """True if there is state to carry that shards have; the same on all ranks."""
         return self.carries and self._at_shards
@@ -327,9 +322,10 @@ class Checkpoint:
         waiting = waiting or Carried(rates=dict(self._rates))
         return replace(waiting, residuals=carried.add(waiting.residuals, self._owed))
 
-    def recall(self, epoch: int, clock: int) -> tuple[dict[str, carried.Arrays], dict[str, carried.Arrays]]:
-        """Returns what the shards on this node had when the membership before ended, and what those had whose mirrors
-        it has, by tensor (`Carried.homes`); nothing on all ranks but one of a node.
+    def recall(self, epoch: int, clock: int) -> tuple[Carried, dict[str, carried.Arrays]]:
+        """Returns what the shards on this node had when the membership before ended, with what its workers had not sent
+        to shards elsewhere; and what those shards had whose mirrors it has, by tensor (`Carried.homes`). Nothing on all
+        ranks but one of a node.
 
         Args:
             epoch: the membership epoch of the plan whose shards these are.
@@ -340,23 +336,24 @@ class Checkpoint:
         """
         where = self._source.where()
         if where is None or self._planned is None:
-            return {}, {}
+            return Carried(), {}
         if self._arriving is not None:  # recalled before, and not given to homes yet
-            common, _, loads = self._arriving
-            return (dict(common.homes) if loads else {}), {}
+            common, mine, loads = self._arriving
+            return replace(mine, homes=dict(common.homes) if loads else {}), {}
         if not where.is_first_of_node:
-            return {}, {}
+            return Carried(), {}
         state = where.here.client.recall_shards(where.process_set, where.group, epoch, self._planned.id, clock)
-        homes = {key: value for key, value in state.items() if key.startswith("home:")}
-        mirrored = {key.replace("mirror:", "home:", 1): value for key, value in state.items() if key not in homes}
+        kept = {key: value for key, value in state.items() if not key.startswith("mirror:")}
+        mirrored = {key.replace("mirror:", "home:", 1): value for key, value in state.items() if key not in kept}
         plan = self._planned
-        return carried.collect(homes, plan, {}).homes, carried.collect(mirrored, plan, {}).homes
+        return carried.collect(kept, plan, {}), carried.collect(mirrored, plan, {}).homes
 
-    def resume(self, homes: Mapping[str, carried.Arrays]) -> list[str]:
+    def resume(self, homes: Mapping[str, carried.Arrays], mine: Carried) -> list[str]:
         """Goes on from what shards had, in a new membership epoch. To be called on all ranks.
 
         Args:
             homes: of all tensors, the same on all ranks.
+            mine: what this rank has recalled.
 
         Returns:
             Names of tensors that are missing. If there are any, nothing is done.
@@ -366,7 +363,8 @@ class Checkpoint:
         if missing := sorted(self.sizes().keys() - homes.keys()):
             return missing
         loads = where.is_first_of_node
-        self.settle(Carried(homes=dict(homes) if loads else {}, rates=dict(self._rates)), Carried(), loads)
+        owed = replace(mine, homes={}, residuals=carried.add(mine.residuals, self._owed))
+        self.settle(Carried(homes=dict(homes) if loads else {}, rates=dict(self._rates)), owed, loads)
         return []
 
     def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
@@ -381,7 +379,7 @@ class Checkpoint:
             HorovodInternalError: the daemon cannot use it.
         """
         if self._at_shards:  # waits for a plan, which says where the homes are
-            self._arriving = common, mine, loads
+            self._arriving, self._owed = (common, mine, loads), {}
             return
         where = self._source.where()
         if where is None:
@@ -410,6 +408,15 @@ class Checkpoint:
             return None
         common, mine, loads = self._arriving
         return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
+
+
+def why_only_at_commits(options: Options) -> str:
+    """Returns why an optimizer's shards cannot be mirrored at each update; empty if they can."""
+    if not options.algorithm.is_replicable:
+        return f"a mirror cannot follow the shards of the algorithm {options.algorithm}, which is not replicable"
+    if options.process_set.process_set_id != GLOBAL_SET:
+        return f"the optimizer is that of process set {options.process_set.process_set_id}, which ends with a loss"
+    return ""
 
 
 def _forget(where: Where) -> None:

@@ -61,7 +61,8 @@ class Slot:
         sparse: how many sparse dimensions its gradient has; 0: it is dense, as far as is known.
         compressed, context: the compressor's output before there was a place for it, and its context for the end.
         start, velocity: where the parameter was after the last exchange, and the outer momentum, where these count.
-        moved: by how much `start` has moved since, while the parameter has not.
+        moved: by how much `start` has moved since, while the parameter has not; or what is not to be posted again.
+        posted: what was posted, and not answered yet, where a loss may leave it so.
         guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """
 
@@ -83,6 +84,7 @@ class Slot:
         "nbytes",
         "owner",
         "parameter",
+        "posted",
         "seen",
         "sparse",
         "start",
@@ -109,6 +111,7 @@ class Slot:
         self.start: torch.Tensor | None = None
         self.velocity: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
+        self.posted: torch.Tensor | None = None
         self.context: Any = None
         self.guard: Any = None
         self._taken: Callable[[], object] = _nothing  # what `take` has put into `p.grad`, as long as it lives
@@ -139,7 +142,7 @@ class Slot:
             self.forget()
             self._hear(self.owner)
             self.guard = None
-        for name in ("start", "velocity", "moved"):
+        for name in ("start", "velocity", "moved", "posted"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.to(self.parameter))
 

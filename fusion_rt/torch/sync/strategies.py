@@ -28,6 +28,15 @@ class Posted(ABC):
         """
         return
 
+    def note(self, slots: Iterable[Slot]) -> None:
+        """Notes what is about to be posted, since nobody may ever hear what became of it."""
+        return
+
+    def leave_out(self, slots: Iterable[Slot]) -> None:
+        """Has what was noted, and not answered since, be no part of what is posted next: it counts already, or never
+        will."""
+        return
+
 
 class Gradients(Posted):
     """This rank's gradients, as they are in `p.grad`."""
@@ -55,7 +64,17 @@ class Differences(Posted):
     def anchor(self, slots: Iterable[Slot], anew: bool) -> None:
         for slot in slots:
             if slot.start is None or anew:
-                slot.start, slot.moved = slot.parameter.detach().clone(), None
+                slot.start, slot.moved, slot.posted = slot.parameter.detach().clone(), None, None
+
+    def note(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            slot.posted = self.value(slot)
+
+    def leave_out(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            if slot.posted is not None:
+                slot.moved = slot.posted if slot.moved is None else slot.moved + slot.posted
+                slot.posted = None
 
 
 class Positions(Differences):
@@ -178,7 +197,7 @@ class Adopted(Applied):
                 slot.start.add_(result)
             else:
                 slot.start.copy_(result)
-            slot.moved = None
+            slot.moved = slot.posted = None
             mix(slot, self._mixing)
 
 

@@ -229,9 +229,10 @@ class Synchroniser:
         if node is not None and node.reduces and node.way.gathers:
             node.note_gathered()
 
-    def await_results(self) -> None:
-        """Waits for all that was sent, and leaves the results where they are. Raises `HorovodInternalError`."""
-        for bucket in self.plan.buckets:
+    def await_results(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Waits for all that was sent (of these buckets), and leaves the results where they are. Raises
+        `HorovodInternalError`."""
+        for bucket in self.plan.buckets if buckets is None else buckets:
             bucket.await_result()
 
     def await_sent(self) -> None:

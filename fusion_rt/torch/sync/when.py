@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 
 from fusion_rt import wire
@@ -213,7 +214,7 @@ class When:
     def reduction(self) -> wire.Reduction:
         """Returns the reduction to propose."""
         reduction: wire.Reduction = self.sync.options.reduction
-        return reduction
+        return msgspec.structs.replace(reduction, survives=self.sync.checkpoint.outlives)
 
     def tuned(self, tuning: wire.Tuning | None) -> None:
         """Called before a plan with this tuning is made."""

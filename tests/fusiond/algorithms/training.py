@@ -98,6 +98,12 @@ class Workers:
         self.job.engine(rank).ready(rank, decoded)
         return handle
 
+    def ask(self, rank: int) -> None:
+        """A rank that waits for nothing asks what the homes have, and takes it."""
+        self._handles[rank] = [self._ready(rank, b.index, self.clocks[rank], "ask") for b in self.plan.buckets]
+        self.job.settle()
+        self.collect(rank)
+
     def waits(self, rank: int) -> bool:
         """Returns whether a rank has posted and has not got its answer."""
         return rank in self._handles and not all(self.job.is_answered(rank, h) for h in self._handles[rank])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.local import array_codec
 from fusiond.shards import mirrors
-from fusiond.shards.recorded_optimizer import ToMirror
+from fusiond.shards.history import ToMirror
 from tests.fusiond.algorithms.training import SGD, Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -70,16 +70,33 @@ def recalled(workers: Workers, nodes: Iterable[int], clock: int) -> dict[int, li
     """Returns all states of each bucket that these nodes have kept."""
     found: dict[int, list[State]] = {bucket.index: [] for bucket in workers.plan.buckets}
     for node in nodes:
-        got: list[dict[str, Array]] = []
-        asked = wire.RecallShards(1, 0, "opt", 0, workers.plan.id, clock)
-        workers.job.nodes[node].engine.homes.recall(asked, lambda get, got=got: got.append(get()))  # type: ignore[misc]
         states: dict[int, State] = {}
-        for key, value in got[0].items():
-            _, bucket, _, name = key.split(":", 3)
-            states.setdefault(int(bucket), {})[name] = value
+        for key, value in recall(workers, node, clock).items():
+            kind, bucket, _, name = key.split(":", 3)
+            if kind != "sender":
+                states.setdefault(int(bucket), {})[name] = value
         for index, state in states.items():
             found[index].append(state)
     return found
+
+
+def recall(workers: Workers, node: int, clock: int) -> State:
+    """Returns all that a node has kept."""
+    got: list[State] = []
+    asked = wire.RecallShards(1, 0, "opt", 0, workers.plan.id, clock)
+    workers.job.nodes[node].engine.homes.recall(asked, lambda get: got.append(get()))
+    return got[0]
+
+
+def residual(workers: Workers, clock: int) -> Array:
+    """Returns the sum of what all ranks have not sent (elements of the vector,)."""
+    total = np.zeros(sum(tensor.numel for bucket in workers.plan.buckets for tensor in bucket.tensors))
+    for node in range(len(workers.job.nodes)):
+        for key, value in recall(workers, node, clock).items():
+            if ":codec/residual/" in key:
+                start = workers._offsets[key.rpartition("/")[2]]
+                total[start : start + len(value)] += value
+    return total
 
 
 def elements(workers: Workers, bucket: wire.Bucket, vector: Array) -> Array:
@@ -136,9 +153,71 @@ def test_whichever_node_is_lost_all_shards_have_the_step_that_somebody_has_or_no
                 assert (momentum.ravel() == velocity[at : at + tensor.numel]).all()
 
 
+def applied(state: State, ranks: int) -> Array:
+    return -state["value"]
+
+
+def collected(state: State, ranks: int) -> Array:
+    """Two contributions make a mean."""
+    return -2 * state["value"] + state.get("aux/sum", np.zeros(1))
+
+
+def carried(state: State, ranks: int) -> Array:
+    """The sum of an update is divided by all ranks; a contribution that is late waits for the next one."""
+    return np.rint(-ranks * state["value"] + state.get("aux/carried", np.zeros(1)))
+
+
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("algorithm", ["asp", "ssp(staleness=2)"])
-def test_what_was_answered_counts_after_a_loss_and_nothing_counts_twice(algorithm: str, seed: int) -> None:
+@pytest.mark.parametrize(("codec", "rounding"), [("topk(density=0.25, minimum=2)", 0), ("int8", 1e-4)])
+def test_a_step_that_is_left_out_takes_back_what_codecs_have_sent_of_it(codec: str, rounding: float, seed: int) -> None:
+    """All gradients of steps that count are in the shards, or wait to be sent; none of the step that is left out is."""
+    choice = random.Random(seed)
+    layout = choice.choice([[1, 1], [2, 2], [1, 1, 1, 1]])
+    simulated = job(layout, seed)
+    workers = Workers(layout, "bsp", np.zeros(24), 1.0, SGD, codec, job=simulated, survives=True)
+    steps = choice.randrange(4)
+    for step in range(steps + 1):
+        posting = list(simulated.ranks)
+        if step == steps:
+            posting = choice.sample(posting, choice.choice([len(posting), len(posting) - 1]))
+        for rank in posting:
+            workers.post(rank, gradient(rank, step, 24), settle=False)
+        if step < steps:
+            simulated.settle()
+            for rank in simulated.ranks:
+                workers.collect(rank)
+    step_until(workers, choice)
+    dead = choice.randrange(len(layout))
+    living = [node for node in range(len(layout)) if node != dead]
+    has_all = any(rank in workers._handles and not workers.waits(rank) for rank in simulated.ranks)
+    lose(workers)
+    clock = steps + has_all
+    given = sum((gradient(rank, step, 24) for rank in simulated.ranks for step in range(clock)), np.zeros(24))
+    owed = residual(workers, clock)
+    for index, states in recalled(workers, living, clock).items():
+        bucket = workers.plan.buckets[index]
+        assert states, f"nobody knows what bucket {index} had after {clock} steps"
+        for state in states:
+            found = elements(workers, bucket, owed) - simulated.size * state["value"]
+            np.testing.assert_allclose(found, elements(workers, bucket, given), rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    ("algorithm", "bits"),
+    [
+        ("asp", applied),
+        ("ssp(staleness=2)", applied),
+        ("hogwild", applied),
+        ("dc_asgd(variance=0.0)", applied),
+        ("softsync(contributions=2, aware=False)", collected),
+        ("collaborative(samples=2)", collected),
+        ("partial(backup=1)", carried),
+    ],
+)
+def test_what_was_answered_counts_after_a_loss_and_nothing_counts_twice(
+    algorithm: str, bits: Callable[[State, int], Array], seed: int
+) -> None:
     """Contribution i is 2^i in all elements: the bits of what was applied say which ones those are."""
     choice = random.Random(seed)
     layout = choice.choice([[1, 1], [2, 1, 1]])
@@ -167,9 +246,44 @@ def test_what_was_answered_counts_after_a_loss_and_nothing_counts_twice(algorith
     for index, states in recalled(workers, [n for n in range(len(layout)) if n != dead], ALL).items():
         assert states, f"nobody knows what bucket {index} had"
         for state in states:
-            (counted,) = {int(-value) for value in state["value"]}
+            (counted,) = {int(value) for value in bits(state, simulated.size)}
             assert not answered & ~counted, "a worker was told of it"
             assert not counted & ~posted
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "bsp", "asp(aware=True)", "ssp(staleness=2)", "softsync(contributions=2)", "collaborative(samples=3)",
+        "dc_asgd(variance=0.5)", "dc_asgd(variance=0.5, adaptive=True)", "hogwild", "partial(backup=1)", "easgd",
+        "easgd(synchronous_home=True)", "ea_wild", "decoupled(quorum=2)",
+    ],
+)  # fmt: skip
+def test_a_mirror_has_all_that_its_shard_has_to_the_bit(algorithm: str, seed: int) -> None:
+    """Whoever contributes, and asks, in whatever order: value, momenta, and what the algorithm keeps besides."""
+    choice = random.Random(seed)
+    layout = choice.choice([[1, 1], [2, 1], [1, 1, 1]])
+    start = np.linspace(-1, 1, 24)
+    workers = Workers(layout, algorithm, start, RATE, MOMENTUM, job=job(layout, seed), survives=True)
+    numbers = np.random.default_rng(seed)
+    for _ in range(30):
+        rank = choice.choice(list(workers.job.ranks))
+        if not workers.waits(rank):
+            if rank in workers._handles:
+                workers.collect(rank)
+            if choice.random() < 0.2 and workers.spec.steps_at_home:
+                workers.ask(rank)
+            workers.post(rank, numbers.normal(size=24), settle=False)
+        for _ in range(choice.randrange(40)):
+            workers.job.step()
+    workers.job.settle()
+    lose(workers)
+    for states in recalled(workers, range(len(layout)), ALL).values():
+        home, mirror = states
+        home.pop("aux/arrivals", None)  # by the clock of its node
+        assert home.keys() == mirror.keys()
+        assert all((home[key] == mirror[key]).all() for key in home), "they differ"
 
 
 def test_a_mirror_has_what_its_shard_was_set_to_and_its_momentum() -> None:
@@ -247,7 +361,8 @@ def update_for(workers: Workers, node: int) -> tuple[wire.Piece, memoryview]:
     [
         ({"nbytes": 8}, "has 8 bytes instead of"),
         ({"kind": "image", "nbytes": 1 << 40}, "and .* is the most"),
-        ({"rates": ()}, "it has 0 learning rates"),
+        ({"rates": (float("inf"),)}, "its learning rates .inf. are not all finite"),
+        ({"samples": 0}, "has 64 bytes, and 0 is the most"),
         ({"home": 0}, "no update of rank 0"),
         ({"clock": 1}, "message 1 of bucket . came to its mirror, which has 1"),
         ({"clock": 1 << 40}, "message 1099511627776 of bucket . came to its mirror, which has 1"),
@@ -276,7 +391,10 @@ def test_a_node_that_is_no_mirror_of_a_shard_takes_no_update_of_it() -> None:
         (memoryview(bytes(64)), "damaged"),
         (image({"value": np.zeros(3)}), "does not have its 8 elements"),
         (image({"value": np.zeros(8, np.float32)}), "does not have its 8 elements"),
-        (image({"value": np.zeros(8), "other": np.zeros(1)}), "has .'other'., of which not all are its optimizer's"),
+        (
+            image({"value": np.zeros(8), "other": np.zeros(1)}),
+            "has 'other', which is neither its algorithm's nor its optimizer's",
+        ),
         (image({"value": np.zeros(8), "optimizer/x": np.zeros(1)}), "optimizer"),
     ],
 )

@@ -4,6 +4,7 @@ that sums are exact."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt import algorithms
 from fusion_rt.torch.elastic.survival import Conclusion, Report, conclude
+from fusion_rt.torch.sync.checkpoint import why_only_at_commits
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import Outcome, ShardClock
@@ -101,7 +104,8 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
     who = hvd.rank()
     parameters = {name: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
     plain = torch.optim.SGD(parameters.values(), lr=how["rate"], momentum=how["momentum"])
-    optimizer = hvd.DistributedOptimizer(plain, parameters.items(), algorithm=how["algorithm"])
+    codec = how.get("codec", "dense")
+    optimizer = hvd.DistributedOptimizer(plain, parameters.items(), compression=codec, algorithm=how["algorithm"])
     state: Any = hvd.elastic.TorchState(torch.nn.ParameterDict(parameters), optimizer, step=0, trace=())
     give, calls = {"gradient": gradient, "bit": bit}[how["give"]], [0]
     due = list(faults)
@@ -109,6 +113,8 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
     @hvd.elastic.run
     def run(state: Any) -> None:
         calls[0] += 1
+        if ranks := how.get("set"):
+            hvd.add_process_set(ranks)
         while state.step < steps:
             optimizer.zero_grad()
             for fault in [fault for fault in due if fault[:2] == (state.step, who)]:
@@ -120,11 +126,13 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
             counts = exchanges.dropped == dropped
             state.trace = (*state.trace, (size if counts else 0, counts))  # some may have begun it after the loss
             state.step += 1
-        if how["algorithm"] != "bsp":
+        if how["algorithm"] != "bsp" or codec != "dense":
             hvd.consensus(optimizer)
 
     run(state)
+    kept = optimizer._sync.checkpoint.carry()
     return {
+        "residuals": {} if kept is None else kept.residuals,
         "who": who,
         "calls": calls[0],
         "trace": state.trace,
@@ -191,6 +199,29 @@ def test_a_lost_host_costs_one_step_and_its_shards_go_on_from_their_mirrors(poin
 
 
 @pytest.mark.multiprocess
+def test_a_step_that_is_left_out_is_taken_back_from_residuals_too() -> None:
+    """All gradients of steps that count are in the shards, or in a residual, and none of the others is."""
+    how = {**BSP, "rate": 1.0, "momentum": 0.0, "codec": "topk(density=0.25, minimum=2)"}
+    points = ["before anything is posted", "between posts", "when others have the results", "between posts"]
+    faults = [(2 + 3 * number, number % 2, point) for number, point in enumerate(points)]
+    hosts = {"a": 1, "b": 1}
+    with ElasticJob(train, 15, faults, how, hosts=hosts, environment=SMALL) as job:
+        for _ in points:
+            job.change(hosts)
+        results = job.finish()
+    assert [result["calls"] for result in results] == [1] * 2, "somebody has left its function"
+    trace = same([result["trace"] for result in results])
+    parameters = same([result["parameters"] for result in results])
+    assert any(np.any(value) for result in results for value in result["residuals"].values())
+    for name in SHAPES:
+        given = sum(
+            gradient(step, who)[name].numpy() for step, (_, counts) in enumerate(trace) for who in (0, 1) if counts
+        )
+        owed = sum(result["residuals"].get(name, np.zeros(given.size)) for result in results)
+        assert (given.ravel() == owed - 2 * np.array(parameters[name]).ravel()).all()
+
+
+@pytest.mark.multiprocess
 def test_asynchronous_ranks_just_go_on_and_what_was_answered_counts() -> None:
     how = {"algorithm": "asp", "rate": 1.0, "momentum": 0.0, "give": "bit"}
     faults = [(4, 1, "host between posts"), (4, 0, "waits"), (4, 2, "waits"), (8, 0, "waits"), (8, 2, "waits")]
@@ -235,3 +266,32 @@ def test_when_neighbours_are_lost_at_once_the_others_go_back_to_the_last_commit(
     assert result["calls"] == 2
     assert result["trace"] == ((1, True),) * 7
     assert result["parameters"] == by_numpy(result["trace"], {1: (0,)})
+
+
+@pytest.mark.multiprocess
+def test_with_a_process_set_the_others_go_back_to_the_last_commit_and_are_told_why(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    hosts = {"a": 1, "b": 1, "c": 1}
+    with ElasticJob(train, 7, [(4, 1, "between posts")], {**BSP, "set": [0, 1]}, hosts=hosts, environment=SMALL) as job:
+        job.change(hosts)
+        results = job.finish()
+    assert [result["calls"] for result in results] == [2] * 3
+    assert same([result["trace"] for result in results]) == ((3, True),) * 7
+    assert same([result["parameters"] for result in results]) == by_numpy(((3, True),) * 7, {3: (0, 1, 2)})
+    assert "process set 1 is one of ranks that there were" in capfd.readouterr().err
+
+
+def test_who_asks_for_mirrors_of_updates_where_there_can_be_none_is_told_why() -> None:
+    class Own(algorithms.BSP):
+        is_replicable = False
+
+    everybody, some = SimpleNamespace(process_set_id=0), SimpleNamespace(process_set_id=3)
+    for algorithm, ranks, why in (
+        (Own(), everybody, "the algorithm bsp, which is not replicable"),
+        (algorithms.BSP(), some, "process set 3, which ends with a loss"),
+        (algorithms.BSP(), everybody, ""),
+    ):
+        options: Any = SimpleNamespace(algorithm=algorithm, process_set=ranks)
+        assert why in why_only_at_commits(options)
+        assert bool(why) == bool(why_only_at_commits(options))

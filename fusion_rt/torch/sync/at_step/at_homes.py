@@ -18,7 +18,7 @@ from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.weights import not_finite
-from fusion_rt.torch.sync.when import Closure, Outcome, ShardClock
+from fusion_rt.torch.sync.when import Closure, Outcome
 
 
 class AtHomes(AtStep):
@@ -28,8 +28,6 @@ class AtHomes(AtStep):
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
-        self._clock = ShardClock(0, 0, 0, self._algorithm.synchronous)
-        self.survives = self.sync.checkpoint.outlives
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
         """Posts the gradients as the script has left them, and waits for the parameters. A rank of which a gradient is
@@ -69,23 +67,11 @@ class AtHomes(AtStep):
         super()._exchange_now(values, pieces)
         self._clock = self._clock._replace(clock=self._clock.clock + 1)
 
-    def planned(self) -> None:
-        super().planned()
-        plan, here = self.sync.plan.agreed, runtime()
-        assert plan is not None
-        self._clock = ShardClock(here.client.welcome.epoch, plan.id, 0, self._clock.in_step)
-
     def joined(self) -> None:
         self._clock = self._clock._replace(clock=wire.first_clock_after_join(self._clock.clock))
 
-    def note_recalled(self, clock: int) -> None:
-        self._clock = self._clock._replace(recalled=clock)
-
     def note_known(self, outcome: Outcome) -> None:
         self._clock = self._clock._replace(clock=self._clock.recalled)
-
-    def shard_clock(self) -> ShardClock | None:
-        return self._clock if self.survives else None
 
     def _check_arguments(self) -> None:
         """Raises `ValueError` if the script has changed what the homes know since there has been a plan."""
@@ -117,9 +103,7 @@ class AtHomes(AtStep):
     def reduction(self) -> wire.Reduction:
         optimizer = self.sync.trained.optimizer()
         self._arguments = arguments_of(optimizer)
-        return msgspec.structs.replace(
-            self.sync.options.reduction, optimizer=optimizer_spec(optimizer), survives=self.survives
-        )
+        return msgspec.structs.replace(super().reduction(), optimizer=optimizer_spec(optimizer))
 
     def agreed(self) -> None:
         state = self.sync.trained.optimizer().state

@@ -28,7 +28,7 @@ from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.weights import Weights
-from fusion_rt.torch.sync.when import When
+from fusion_rt.torch.sync.when import ShardClock, When
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -58,9 +58,10 @@ class AtStep(When):
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self._algorithm = sync.options.algorithm
-        # Homes are dealt anew in another membership, empty; and of what is answered later, ranks may have taken
-        # different parts when one is lost.
-        self.survives = not (self._algorithm.at_homes or self._algorithm.overlaps)
+        # Homes are dealt anew in another membership, empty, unless they outlive this one; and of what is answered
+        # later, ranks that have to be alike may have taken different parts when one is lost.
+        self.survives = sync.checkpoint.outlives or not (self._algorithm.at_homes or self._algorithm.overlaps)
+        self._clock = ShardClock(0, 0, 0, self._algorithm.synchronous)
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
         self._flights: list[Outstanding] = []  # in the order in which they were posted
         self._said = terms()  # with each bucket
@@ -105,6 +106,8 @@ class AtStep(When):
             sync.make_plan()
         self._said = self._contribution(values, piece)
         buckets = [bucket for bucket in sync.plan.buckets[piece::pieces] if not bucket.sent]
+        if sync.checkpoint.outlives:
+            sync.options.posted.note(slot for bucket in buckets for slot in bucket.slots)
         sync.submit(values, buckets)
         if buckets:
             self._flights.append(self._flight(buckets, piece))
@@ -147,7 +150,7 @@ class AtStep(When):
             self._await_answers(flight)
             share = self._share_of_mean(flight)
             if self.survives and exchanges.survive is not None:  # then nobody may have taken a part of what is left out
-                self.sync.await_results()
+                self.sync.await_results(flight.buckets if self._algorithm.overlaps else None)
             self.sync.receive(share, flight.buckets)
         except BaseException as error:
             if isinstance(error, HorovodInternalError):
@@ -218,6 +221,15 @@ class AtStep(When):
     def planned(self) -> None:
         if self._algorithm.at_shards:
             self._give_parameters("seed")  # the others have the same, as scripts see to
+            plan = self.sync.plan.agreed
+            assert plan is not None
+            self._clock = ShardClock(runtime().client.welcome.epoch, plan.id, 0, self._clock.in_step)
+
+    def note_recalled(self, clock: int) -> None:
+        self._clock = self._clock._replace(recalled=clock)
+
+    def shard_clock(self) -> ShardClock | None:
+        return self._clock if self.sync.checkpoint.outlives else None
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         return self._said  # residuals of parameters, or of their changes, are not rescaled when the rate changes

@@ -49,25 +49,31 @@ class LocalSteps(AtStep):
         else:
             self._check_weights()
         self._anchor()
-        if not algorithm.waits_for_answers and not sync.plan.made:
-            self._plan()  # now, when all ranks begin, since it takes all of them
         overflowed = optimizer._overflowed()
         loss = None if overflowed else optimizer._step(closure)
         self._taken += 1
         self._seen += 0 if overflowed else self.samples
-        self._take_answers()
         due = algorithm.due(self._taken)
         self._own.steps, self._own.shared = self._taken, self._own.shared or bool(due)
         self._agreed = bool(due) and algorithm.agrees
         if due and not algorithm.overlaps:
             exchanges.run([self], partial(self._exchange_now, True, due))
             sync.note_step(all_here=False, steps=algorithm.period)
+        elif self.survives:  # in each step, since all ranks have to count alike
+            exchanges.run([self], partial(self._go_on, due))
         else:
-            for piece in due:
-                self._post(values=True, piece=piece)
+            self._go_on(due)
         self.note_weights()
         sync.steps.end()
         return loss
+
+    def _go_on(self, due: Sequence[int]) -> None:
+        """Takes the answers that are due, and posts these fragments, whose answers are not waited for."""
+        if not self._algorithm.waits_for_answers and not self.sync.plan.made:
+            self._plan()  # now, when all ranks begin, since it takes all of them
+        self._take_answers()
+        for piece in due:
+            self._post(values=True, piece=piece)
 
     def _plan(self) -> None:
         """Makes the plan. An operation on all ranks."""
@@ -87,8 +93,9 @@ class LocalSteps(AtStep):
         self.sync.options.posted.anchor(self.sync.slots, anew)
 
     def note_left_out(self) -> None:
-        """After a loss: the steps of this rank were its own, and stay."""
+        """After a loss: the steps of this rank were its own, and stay; a home may have what it has posted of them."""
         self._agreed = False
+        self.sync.options.posted.leave_out(self.sync.slots)
 
     def _contribution(self, values: bool, piece: int) -> wire.Ready:
         """Returns terms that weigh what was done since this fragment's last post, by its samples, and by its samples a
@@ -166,7 +173,7 @@ class LocalSteps(AtStep):
         for slot in self.sync.slots:
             if slot.name in own.get("outer", {}):
                 start, *velocity = own["outer"][slot.name]
-                slot.start, slot.moved = start.to(slot.parameter, copy=True), None
+                slot.start, slot.moved, slot.posted = start.to(slot.parameter, copy=True), None, None
                 slot.velocity = velocity[0].to(slot.parameter, copy=True) if velocity else None
 
     def rejoin(self, own: Mapping[str, Any]) -> None:
