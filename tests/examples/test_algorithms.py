@@ -74,7 +74,7 @@ def _run(directory: str, script: str, algorithm: str, arguments: tuple[str, ...]
 
 
 def test_all_examples_are_here_or_in_the_tests_of_integrations() -> None:
-    of_frameworks = {f"digits_{name}.py" for name in ("accelerate", "lightning", "ray", "trainer")}
+    of_frameworks = {"finetune.py", *(f"digits_{name}.py" for name in ("accelerate", "lightning", "ray", "trainer"))}
     # Whose algorithm is what it shows; which has no DistributedOptimizer; which trains for seconds.
     of_their_own = {"muloco.py", "ddp.py", "compare.py"}
     assert sorted(of_frameworks.union(of_their_own, ARGUMENTS)) == sorted(path.name for path in EXAMPLES.glob("*.py"))

@@ -120,6 +120,16 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray], rtol: floa
         np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=1e-5)
 
 
+def test_a_saved_model_is_tuned_as_on_gloo(job: Job, tmp_path: Path) -> None:
+    """From the folder that a model of random weights was saved to, and with a codec that changes no gradient."""
+    few = ["--lines", "100", "--epochs", "1"]
+    trained(job, "finetune", "fusion", *few, "--directory", str(tmp_path / "first"))
+    further = [*few, "--model", str(tmp_path / "first"), "--lr", "0.001", "--directory", str(tmp_path / "second")]
+    with Job((2,), ENVIRONMENT, init=False, modules=MODULES) as other:
+        expected = trained(other, "finetune", "gloo", *further)
+    assert_equal(trained(job, "finetune", "fusion", *further, "--codec", "dense"), expected)
+
+
 EXAMPLES = pytest.mark.parametrize("name", ["digits_accelerate", "digits_trainer"])
 
 
