@@ -18,9 +18,10 @@ from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.cli import app
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import load
+from fusion_trace.simulate import calibration
 from fusion_trace.simulate import recorded as replaying
 from fusion_trace.simulate.calibration import _unknown, answer, calibrate, scaled
-from fusion_trace.simulate.changes import Change, parse_bandwidth, replay
+from fusion_trace.simulate.changes import Change, Prediction, parse_bandwidth, replay
 from fusion_trace.simulate.model import FRAMED, Bucket, CodecCosts
 from fusion_trace.simulate.programs import Compute, Submit, Wait
 from fusion_trace.simulate.recorded import MOST_STEPS, NotRecorded, Recorded, representative, understand
@@ -125,6 +126,29 @@ def test_costs_that_a_slow_link_has_hidden_are_not_told_for_a_fast_one(record: R
     assert found.changed is None
     assert "these models replay it equally well" in found.refused
     assert answer(slow, Change(bandwidth=8e7)).changed is not None
+
+
+def test_models_that_differ_in_a_rate_that_the_change_sets_are_replayed_once(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = calibration.Calibrated(record(BASE))
+    best = job.models[0]
+    links = tuple(replace(link, bandwidth=1.1 * link.bandwidth) for link in best.recorded.links)
+    faster = replace(best, recorded=replace(best.recorded, links=links))
+    costly = replace(best, recorded=replace(best.recorded, costs=scaled(best.recorded.costs, 8.0)))
+    change = Change(bandwidth=240e6 * 8 * FRAMED)
+    tried = best, faster, costly
+    each = [replay(model.recorded, change) for model in tried]
+    assert each[2] != each[0]
+    replays: list[Recorded] = []
+
+    def counted(recorded: Recorded, *others: object) -> Prediction:
+        replays.append(recorded)
+        return replay(recorded, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(calibration, "replay", counted)
+    assert job._replays(tried, change) == each
+    assert len(replays) == 2
 
 
 def test_a_step_without_its_waits_for_a_processor() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from fusion_rt.tracing.format import Role
@@ -20,7 +20,7 @@ from fusion_trace.read.job import JobTrace
 from fusion_trace.report.curves import BANDWIDTHS, Curves
 from fusion_trace.report.figures import Column, RankTimes
 from fusion_trace.report.timeline import Bar, DrawnStep
-from fusion_trace.report.wording import duration
+from fusion_trace.report.wording import duration, interval
 
 Chart = dict[str, Any]
 
@@ -370,33 +370,72 @@ def _timeline_axes(step: DrawnStep) -> Chart:
     }
 
 
+def rate_of(bits: float) -> str:
+    """Returns a bandwidth as links are sold."""
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+
+
 def curve_chart(curves: Curves) -> Chart:
-    """Draws a step's length by the bandwidth of links, with the recorded one marked."""
+    """Draws a step's length by the bandwidth of links, each with its interval as a band, and what was recorded."""
     rates = [rate / 1e6 for rate in BANDWIDTHS]
-    data: list[Chart] = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": curve.title,
-            "x": rates,
-            "y": [ms(seconds * 1e9) for seconds in curve.seconds],
-            "line": {"color": colour, "dash": dash, "width": 2},
-            "hovertemplate": "%{x:,.0f} Mbit/s: %{y:.2f} ms<extra>" + curve.title + "</extra>",
-        }
-        for curve, (colour, dash) in zip(curves.curves, LINES, strict=False)
-    ]
+    data: list[Chart] = []
+    for curve, (colour, dash) in zip(curves.curves, LINES, strict=False):
+        across: list[float | None] = []
+        along: list[float | None] = []
+        for told, its in groupby(zip(rates, curve.steps, strict=True), key=lambda point: point[1] is not None):
+            if not told:
+                continue
+            known = [(rate, figure) for rate, figure in its if figure is not None]
+            across += [None] * bool(across) + [rate for rate, _ in (*known, *known[::-1])]
+            along += [None] * bool(along) + [ms(figure.low * 1e9) for _, figure in known]
+            along += [ms(figure.high * 1e9) for _, figure in known[::-1]]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "fill": "toself",
+                "x": across,
+                "y": along,
+                "line": {"color": colour, "width": 0.5},
+                "opacity": 0.25,
+                "legendgroup": curve.title,
+                "showlegend": False,
+                "hoverinfo": "skip",
+            }
+        )
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": curve.title,
+                "legendgroup": curve.title,
+                "x": rates,
+                "y": [None if figure is None else ms(figure.value * 1e9) for figure in curve.steps],
+                "text": ["" if figure is None else interval(figure) for figure in curve.steps],
+                "line": {"color": colour, "dash": dash, "width": 2},
+                "hovertemplate": "%{x:,.0f} Mbit/s: %{text}<extra>" + curve.title + "</extra>",
+            }
+        )
+    assert curves.step is not None  # there are curves
     data.append(
         {
             "type": "scatter",
             "mode": "markers",
             "name": "recorded",
             "x": [round(curves.bandwidth / 1e6, 3)],
-            "y": [ms(curves.step * 1e9)],
-            "marker": {"color": "#1f2430", "size": 12, "symbol": "x"},
-            "hovertemplate": "recorded: %{x:,.0f} Mbit/s, %{y:.2f} ms<extra></extra>",
+            "y": [ms(curves.step.value * 1e9)],
+            "text": [interval(curves.step)],
+            "error_y": {
+                "type": "data",
+                "symmetric": False,
+                "array": [ms((curves.step.high - curves.step.value) * 1e9)],
+                "arrayminus": [ms((curves.step.value - curves.step.low) * 1e9)],
+            },
+            "marker": {"color": "#1f2430", "size": 10, "symbol": "x"},
+            "hovertemplate": "recorded: %{x:,.0f} Mbit/s, %{text}<extra></extra>",
         }
     )
-    ticks = [f"{rate / 1e3:g} Gbit/s" if rate >= 1e3 else f"{rate:g} Mbit/s" for rate in rates]
+    ticks = [rate_of(rate) for rate in BANDWIDTHS]
     axes = {
         "xaxis": axis("bandwidth of every link", type="log", tickvals=rates, ticktext=ticks),
         "yaxis": axis("a step, ms", rangemode="tozero"),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from fusion_trace.analyse import critical_path
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.report import charts, overlap_page, runs, stragglers_page, summary_page, timeline
 from fusion_trace.report.charts import Chart
-from fusion_trace.report.curves import BANDWIDTHS
+from fusion_trace.report.curves import BANDWIDTHS, Curve
 from fusion_trace.report.figures import MOST_USED, Report
 from fusion_trace.report.findings import Told, findings
 from fusion_trace.report.runs import Run
-from fusion_trace.report.wording import Table, count, duration, share, size
+from fusion_trace.report.wording import Table, count, duration, interval, share, size
+from fusion_trace.simulate.calibration import Figure
 
 MOST_ROWS = 64
 DOUBTFUL = 0.05  # of a replay; beyond that the sentence about it is a warning
@@ -380,32 +382,50 @@ def _whatif(report: Report) -> Section:
     title = "What if links were faster, or slower"
     if not curves.curves:
         return Section("whatif", title, told=(Told(f"Left out: {curves.why_not}.", "", False),))
+    models = "1 model replays it" if curves.models == 1 else f"{curves.models} models replay it"
     told = Told(
-        f"The replay of the recording is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}: "
-        "predictions may be wrong by at least as much; `fusion-trace whatif` prints the interval of each, and "
-        "refuses those that the recording does not support.",
+        f"The replay of the recording is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}; "
+        f"{models} about as well. The interval of each prediction holds what all of them say.",
         "",
         abs(curves.error) > DOUBTFUL,
     )
     about = (
-        f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif) with every "
-        f"link of that bandwidth; latencies as recorded, codec {curves.codec}. The cross is the recording. The costs "
-        "of other codecs were measured on the machine that wrote this page.",
+        f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif, which takes "
+        f"steps of all lengths) with every link of that bandwidth; latencies as recorded, codec {curves.codec}. Bands "
+        "and parentheses are the intervals; the cross is the recording. The costs of other codecs were measured on the "
+        "machine that wrote this page.",
         *(f"Note: {problem}." for problem in curves.problems),
     )
     rows = tuple(
-        (f"{rate / 1e6:,.0f} Mbit/s", *(duration(curve.seconds[place] * 1e9) for curve in curves.curves))
+        (charts.rate_of(rate), *(_predicted(curve.steps[place]) for curve in curves.curves))
         for place, rate in enumerate(BANDWIDTHS)
     )
     head = ("every link", *(curve.title for curve in curves.curves))
+    refused = tuple(row for curve in curves.curves for row in _refused(curve))
     return Section(
         "whatif",
         title,
         told=(told,),
         about=about,
         charts=(charts.curve_chart(curves),),
-        tables=(Table("A step", head, rows),),
+        tables=(
+            Table("A step", head, rows),
+            *([Table("Not predicted", ("", "every link", "because"), refused, 3)] if refused else []),
+        ),
     )
+
+
+def _predicted(step: Figure | None) -> str:
+    return "not predicted" if step is None else interval(step)
+
+
+def _refused(curve: Curve) -> Iterator[tuple[str, str, str]]:
+    """Yields what is not predicted, and why: neighbours together, with the reason of the first."""
+    for because, its in groupby(zip(BANDWIDTHS, curve.refused, strict=True), key=lambda point: bool(point[1])):
+        if because:
+            first, *others = its
+            more = f" to {charts.rate_of(others[-1][0])}" if others else ""
+            yield curve.title, f"{charts.rate_of(first[0])}{more}", first[1]
 
 
 def shortened(table: Table, of: int) -> Table:

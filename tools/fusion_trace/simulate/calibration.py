@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from fusion_trace.simulate import measuring
-from fusion_trace.simulate.changes import Change, Prediction, replay
+from fusion_trace.simulate.changes import Change, Prediction, on_links, replay
 from fusion_trace.simulate.model import CodecCosts, Costs
 from fusion_trace.simulate.recorded import Recorded
 from fusion_trace.simulate.sharing import slowed
@@ -96,38 +96,69 @@ class Answer:
     refused: str = ""
 
 
-def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -> Answer:
-    """Replays a recorded job, and replays it with a change, if there is any.
+class Calibrated:
+    """A recorded job with the models that replay it: they predict any number of changes.
 
     Args:
-        measure: what a codec costs that the job did not use; by default it is measured here.
+        measure: what a codec costs that the job did not use; by default it is measured here, once.
 
-    Raises:
-        WhatIfError, AlgorithmError, CodecError: this cannot be.
+    Attributes:
+        models: those that are kept, the best first.
     """
-    told = _recorded(recorded)
-    kept = calibrate(recorded, measure)
-    best = kept[0]
-    replayed = _spread([each.replayed for each in kept], best.replayed)
-    wrong = abs(best.error) > MOST_WRONG
-    found = Answer(told, replayed, best.error, kept, refused=_too_wrong(best.error) if wrong else "")
-    if wrong or change == Change():
+
+    def __init__(self, recorded: Recorded, measure: Measure | None = None) -> None:
+        self.recorded = recorded
+        self.models = calibrate(recorded, measure)
+        self._costs = _Memory(measure or measuring.codec_costs)
+
+    def answer(self, change: Change) -> Answer:
+        """Replays the job with a change, if there is any.
+
+        Raises:
+            WhatIfError, AlgorithmError, CodecError: this cannot be.
+        """
+        recorded, best = self.recorded, self.models[0]
+        replayed = _spread([each.replayed for each in self.models], best.replayed)
+        wrong = abs(best.error) > MOST_WRONG
+        refused = _too_wrong(best.error) if wrong else ""
+        found = Answer(_recorded(recorded), replayed, best.error, self.models, refused=refused)
+        if wrong or change == Change():
+            return found
+        tried = (*self.models, *_unknown(best, change))
+        raw = self._replays(tried, change)
+        corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(tried, raw, strict=True)]
+        middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
+        spread = _spread([p for pair in corrected for p in pair], middle)
+        unknown = (
+            recorded.assumed or recorded.machines is not None
+        )  # a chunk has come when its receiver has a processor
+        if unknown and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
+            return replace(found, refused=_no_rate(recorded, middle.sent))
+        if spread.step.width > WIDEST:
+            return replace(found, refused=_not_told(tried, spread.step))
+        changed = _widened(spread, recorded)
+        if changed.step.width > VAGUE:
+            return replace(found, refused=_too_vague(changed.step))
+        return replace(found, changed=changed)
+
+    def _replays(self, tried: Sequence[Model], change: Change) -> list[Prediction]:
+        """Replays each model. Models may differ in nothing but links whose rate the change sets: they are replayed
+        once."""
+        made: list[tuple[Recorded, float, Prediction]] = []
+        found = []
+        for model in tried:
+            its = on_links(model.recorded, change)
+            told = next((told for other, scale, told in made if scale == model.scale and other == its), None)
+            if told is None:
+                told = replay(its, change, self._costs.times(model.scale))
+                made.append((its, model.scale, told))
+            found.append(told)
         return found
-    costs = _Memory(measure or measuring.codec_costs)
-    tried = (*kept, *_unknown(best, change))
-    raw = [replay(each.recorded, change, costs.times(each.scale)) for each in tried]
-    corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(tried, raw, strict=True)]
-    middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
-    spread = _spread([p for pair in corrected for p in pair], middle)
-    unknown = recorded.assumed or recorded.machines is not None  # a chunk has come when its receiver has a processor
-    if unknown and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
-        return replace(found, refused=_no_rate(recorded, middle.sent))
-    if spread.step.width > WIDEST:
-        return replace(found, refused=_not_told(tried, spread.step))
-    changed = _widened(spread, recorded)
-    if changed.step.width > VAGUE:
-        return replace(found, refused=_too_vague(changed.step))
-    return replace(found, changed=changed)
+
+
+def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -> Answer:
+    """Replays a recorded job with one change; see `Calibrated`."""
+    return Calibrated(recorded, measure).answer(change)
 
 
 def calibrate(recorded: Recorded, measure: Measure | None = None) -> tuple[Model, ...]:

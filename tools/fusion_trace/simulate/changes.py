@@ -106,7 +106,8 @@ def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCos
     spec.check(ranks)
     shifted = [_taken_in_turn(plain, rank, len(recorded.numbers)) for rank in range(ranks)]
     adapted = [_for_algorithm(program, len(buckets), spec) for program in shifted]
-    links = tuple(_link(recorded.links[node % recorded.nodes], change) for node in range(nodes))
+    its = on_links(recorded, change).links
+    links = tuple(its[node % recorded.nodes] for node in range(nodes))
     machines, processors = _machines(recorded.machines, nodes)
     cluster = Cluster(
         links, recorded.workers, costs, max(recorded.chunk_bytes, 4096), machines=machines, processors=processors
@@ -235,6 +236,11 @@ def _for_algorithm(program: list[list[Action]], buckets: int, spec: chosen.Algor
 
 
 # --- links and codecs -------------------------------------------------------------------------------------------------
+
+
+def on_links(recorded: Recorded, change: Change) -> Recorded:
+    """Returns the recording on the links that the change says, if it says any."""
+    return replace(recorded, links=tuple(_link(link, change) for link in recorded.links))
 
 
 def _link(link: Link, change: Change) -> Link:
