@@ -116,6 +116,10 @@ def sentences(trace: JobTrace, found: Endings) -> Iterator[str]:
         after = f"died {(each.time - begin) / 1e9:.1f} s after the first record"
         if place:
             after = f"died {(each.time - found.dead[0].time) / 1e9:.2f} s later, perhaps because of that"
-        yield f"{who} {after}: {each.why}{told}"
+        # Most daemons' sentences begin with who died, too.
+        named, _, how = each.why.partition(" died ")
+        why = f" {how}" if how and named.startswith(f"{each.what} {each.number} (") else f": {each.why}"
+        yield f"{who} {after}{why}{told}"
     if found.failure:
-        yield f"the job failed: {found.failure}"
+        known = any(found.failure == each.why for each in found.dead)
+        yield f"the job failed{' because of that' if known else f': {found.failure}'}"

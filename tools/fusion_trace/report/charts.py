@@ -6,6 +6,7 @@ Times in ms. Texts of a trace go through `plain`, since plotly takes a part of H
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
@@ -27,7 +28,7 @@ Chart = dict[str, Any]
 MOST_RANKS = 64  # rows of a chart
 MOST_TO_CHOOSE = 16  # ranks whose single steps are drawn
 MOST_BUCKETS = 40
-MOST_WITH_TEXT = 12  # nodes, up to which a matrix has figures in it
+MOST_WITH_TEXT = 5  # nodes, up to which a matrix has room for its figures
 COLOURS = {"compute": "#3f8f5f", "overlapped": "#67a9cf", "exposed": "#d6453d", "waiting": "#f0b429", "idle": "#c3c7cf"}
 _ACTIVITIES = {
     "forward": "#2f7d4f", "backward": "#5aa877", "step": "#8cc7a1", "copy": "#b7dcc4", "apply": "#14532d",
@@ -158,7 +159,10 @@ def length_bars(lengths: tuple[Sequence[float], Sequence[int]]) -> Chart:
             "hovertemplate": "%{text}: %{y} steps<extra></extra>",
         }
     ]
-    axes = {"xaxis": axis("a step, ms"), "yaxis": axis("steps of all ranks", type="log", dtick=1)}
+    axes = {
+        "xaxis": axis("a step, ms"),
+        "yaxis": axis("steps of all ranks", type="log", dtick=1, range=[-0.3, math.log10(max(2, *counts)) + 0.1]),
+    }
     return {"data": data, "layout": layout(300, showlegend=False, bargap=0, **axes)}
 
 
@@ -223,27 +227,31 @@ def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
     return {"data": data, "layout": layout(150 + 30 * len(shown), **axes)}
 
 
-def link_matrix(trace: JobTrace, links: Sequence[LinkFigures], values: Sequence[float | None], title: str) -> Chart:
-    """Draws one figure of each link: rows send, columns receive."""
+def link_matrix(
+    trace: JobTrace, links: Sequence[LinkFigures], title: str, figures: Sequence[tuple[float | None, str]]
+) -> Chart:
+    """Draws one figure of each link, which has a text: rows send, columns receive."""
     nodes = sorted({node for link in links for node in (link.source, link.target)})
-    of_link = {(link.source, link.target): value for link, value in zip(links, values, strict=True)}
-    names = [trace.host_of(node) for node in nodes]
-    most = max((value for value in values if value is not None), default=1.0)
+    of_link = {(link.source, link.target): figure for link, figure in zip(links, figures, strict=True)}
+    names = [plain(trace.host_of(node)) for node in nodes]
+    cells = [[of_link.get((source, target), (None, "")) for target in nodes] for source in nodes]
     drawn: Chart = {
         "type": "heatmap",
         "x": names,
         "y": names,
-        "z": [[of_link.get((source, target)) for target in nodes] for source in nodes],
+        "z": [[value for value, _ in row] for row in cells],
+        "text": [[text for _, text in row] for row in cells],
         "zmin": 0,
-        "zmax": most or 1.0,
+        "zmax": max((value for value, _ in figures if value is not None), default=1.0) or 1.0,
         "colorscale": _SEQUENTIAL,
         "colorbar": {"thickness": 12},
         "xgap": 1,
         "ygap": 1,
-        "hovertemplate": "from %{y} to %{x}: %{z:,.4~r}<extra></extra>",
+        "hovertemplate": "from %{y} to %{x}: %{text}<extra></extra>",
     }
     if len(nodes) <= MOST_WITH_TEXT:
-        drawn["texttemplate"] = "%{z:,.3~r}"
+        drawn["texttemplate"] = "%{text}"
+        drawn["textfont"] = {"size": 11}
     axes = {
         "xaxis": axis("to", type="category"),
         "yaxis": axis("from", autorange="reversed", type="category"),

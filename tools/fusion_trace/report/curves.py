@@ -10,7 +10,7 @@ from statistics import fmean
 from fusion_rt.core.errors import FusionError
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.simulate.calibration import Calibrated, Figure
+from fusion_trace.simulate.calibration import ONE_NODE, Calibrated, Figure
 from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.model import FRAMED, CodecCosts
 from fusion_trace.simulate.recorded import understand
@@ -76,7 +76,7 @@ def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCost
         measure: what a codec costs that the job did not use; by default it is measured here.
     """
     if len(trace.hosts) < 2:
-        return Curves(why_not="all ranks are on one node, so that nothing depends on links")
+        return Curves(why_not=ONE_NODE)
     if len(trace.hosts) > MOST_NODES:
         return Curves(
             why_not=f"a replay of {len(trace.hosts)} nodes takes too long for curves (at most {MOST_NODES}); "

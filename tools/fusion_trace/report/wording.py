@@ -25,8 +25,11 @@ def duration(ns: float | None) -> str:
 
 
 def interval(figure: Figure) -> str:
-    """Returns a figure in seconds as durations, with its interval."""
+    """Returns a figure in seconds as durations, with its interval, whose unit is that of the figure if none is said."""
     value, low, high = (duration(each * 1e9) for each in (figure.value, figure.low, figure.high))
+    unit = value.partition(" ")[2]
+    if all(each.endswith(f" {unit}") for each in (low, high)):
+        low, high = (each.removesuffix(f" {unit}") for each in (low, high))
     return f"{value} ({low} to {high})"
 
 

@@ -34,6 +34,7 @@ WIDEST = 0.15  # half of what models say, of its middle; beyond that they disagr
 VAGUE = 0.3  # half of an interval, of its middle; beyond that a prediction is of no use
 QUEUED = 1e-3  # s of latency, beyond that of an idle link, that may be a queue
 MORE = 1.1  # times as many bytes as were recorded need a rate
+ONE_NODE = "all ranks are on one node, so that nothing depends on links"
 _NAMED = 3  # models, in a sentence
 _SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
 _OF_CODECS = ("contribute", "pack", "unpack", "add", "conclude", "write")
@@ -119,10 +120,13 @@ class Calibrated:
         """
         recorded, best = self.recorded, self.models[0]
         replayed = _spread([each.replayed for each in self.models], best.replayed)
+        alone = recorded.nodes == 1 and change.nodes in (None, 1)
         wrong = abs(best.error) > MOST_WRONG
         refused = _too_wrong(best.error) if wrong else ""
+        if alone and (change.bandwidth, change.latency) != (None, None):
+            refused = ONE_NODE
         found = Answer(_recorded(recorded), replayed, best.error, self.models, refused=refused)
-        if wrong or change == Change():
+        if refused or change == Change():
             return found
         tried = (*self.models, *_unknown(best, change))
         raw = self._replays(tried, change)
@@ -195,7 +199,9 @@ def _with_work(recorded: Recorded, used: float, measure: Measure | None) -> Reco
     worked = replay(recorded, Change(), measure).worked
     if worked > used:
         return replace(recorded, costs=scaled(recorded.costs, used / worked))
-    byte = (used - worked) / max(2 * recorded.sent / recorded.nodes, 1.0)
+    if not recorded.sent:
+        return recorded
+    byte = (used - worked) / (2 * recorded.sent / recorded.nodes)
     return replace(recorded, costs=msgspec.structs.replace(recorded.costs, io_send=byte, io_receive=byte))
 
 
