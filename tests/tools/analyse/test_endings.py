@@ -42,7 +42,7 @@ def test_a_death_is_told_once_though_the_daemon_names_who_died_too() -> None:
     assert [*endings.sentences(trace, endings.Endings((dead,), why, 1))] == [
         f"rank 3 (host host1) died {(dead.time - begin) / 1e9:.1f} s after the first record (killed, or crashed) "
         "without leaving the job (says the daemon of host1)",
-        "the job failed because of that",
+        "the job failed because rank 3 (host host1) died",
     ]
     other = dataclasses.replace(dead, why="its records end")
     first, second = endings.sentences(trace, endings.Endings((other,), why, 1))

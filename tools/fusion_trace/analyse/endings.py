@@ -109,9 +109,6 @@ def sentences(trace: JobTrace, found: Endings) -> Iterator[str]:
     """Yields what happened, a sentence each."""
     begin, _ = trace.span
     for place, each in enumerate(found.dead):
-        who = f"rank {each.number} (host {each.host})"
-        if each.what == "node":
-            who = f"the daemon of {trace.host_of(each.number)}"
         told = f" (says the daemon of {trace.host_of(each.by)})" if each.by is not None else ""
         after = f"died {(each.time - begin) / 1e9:.1f} s after the first record"
         if place:
@@ -119,7 +116,15 @@ def sentences(trace: JobTrace, found: Endings) -> Iterator[str]:
         # Most daemons' sentences begin with who died, too.
         named, _, how = each.why.partition(" died ")
         why = f" {how}" if how and named.startswith(f"{each.what} {each.number} (") else f": {each.why}"
-        yield f"{who} {after}{why}{told}"
+        yield f"{_who(trace, each)} {after}{why}{told}"
     if found.failure:
-        known = any(found.failure == each.why for each in found.dead)
-        yield f"the job failed{' because of that' if known else f': {found.failure}'}"
+        culprit = next((each for each in found.dead if each.why == found.failure), None)
+        yield f"the job failed{f': {found.failure}' if culprit is None else f' because {_who(trace, culprit)} died'}"
+
+
+def _who(trace: JobTrace, dead: Dead) -> str:
+    return (
+        f"rank {dead.number} (host {dead.host})"
+        if dead.what == "rank"
+        else f"the daemon of {trace.host_of(dead.number)}"
+    )

@@ -92,7 +92,7 @@ def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCost
         return Curves(why_not=found.refused)
     changes = [(title, change) for title, change in CHANGES if not (change.codec and recorded.codec != "dense")]
     curves = tuple(_curve(job, title, change) for title, change in changes)
-    bandwidth = fmean(link.bandwidth for link in recorded.links) * 8 * FRAMED
+    bandwidth = fmean(link.bandwidth for link in job.models[0].recorded.links) * 8 * FRAMED
     faster = min(BANDWIDTHS, key=lambda each: abs(math.log(each / bandwidth / 10)))
     near = 3 < faster / bandwidth < 30
     return Curves(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -75,13 +76,16 @@ def _links(found: Answer) -> str:
     links = found.models[0].recorded.links
     if len(links) < 2:
         return ""
-    rates = [link.bandwidth * 8e-6 for link in links]
-    latencies = [link.latency * 1e6 for link in links]
+    rates = _range([link.bandwidth * 8e-6 for link in links])
+    latencies = _range([link.latency * 1e6 for link in links])
     burst = max(link.burst for link in links)
-    return (
-        f"links {min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} to "
-        f"{max(latencies):.0f} us{f' after bursts of {burst / 1e3:.0f} kB' if burst else ''}; "
-    )
+    after = f" after bursts of {burst / 1e3:.0f} kB" if burst else ""
+    return f"links {rates} Mbit/s of payload, {latencies} us{after}; "
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (f"{pick(values):,.0f}" for pick in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def _models(number: int) -> str:

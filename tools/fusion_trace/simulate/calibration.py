@@ -35,7 +35,6 @@ VAGUE = 0.3  # half of an interval, of its middle; beyond that a prediction is o
 QUEUED = 1e-3  # s of latency, beyond that of an idle link, that may be a queue
 MORE = 1.1  # times as many bytes as were recorded need a rate
 ONE_NODE = "all ranks are on one node, so that nothing depends on links"
-_NAMED = 3  # models, in a sentence
 _SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
 _OF_CODECS = ("contribute", "pack", "unpack", "add", "conclude", "write")
 Measure = Callable[[str], CodecCosts]
@@ -139,7 +138,7 @@ class Calibrated:
         if unknown and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
             return replace(found, refused=_no_rate(recorded, middle.sent))
         if spread.step.width > WIDEST:
-            return replace(found, refused=_not_told(tried, spread.step))
+            return replace(found, refused=_not_told(tried, corrected))
         changed = _widened(spread, recorded)
         if changed.step.width > VAGUE:
             return replace(found, refused=_too_vague(changed.step))
@@ -219,7 +218,9 @@ def _ways(recorded: Recorded) -> list[_Way]:
     ways = []
     for its in (recorded, *_with_bursts(recorded)):
         which = (
-            "" if its is recorded else f"links that let bursts of {max(link.burst for link in its.links):.0f} B pass"
+            ""
+            if its is recorded
+            else f"links that let bursts of {max(link.burst for link in its.links) / 1e3:.0f} kB pass"
         )
         ways += _with_links((which, its, 1.0))
         if its.machines is not None:
@@ -379,10 +380,11 @@ def _too_vague(step: Figure) -> str:
     )
 
 
-def _not_told(kept: Sequence[Model], step: Figure) -> str:
-    words = ", ".join(each.what for each in kept[:_NAMED])
-    words += f", and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
+def _not_told(tried: Sequence[Model], corrected: Sequence[tuple[Prediction, Prediction]]) -> str:
+    says = [(told.step, model.what) for model, pair in zip(tried, corrected, strict=True) for told in pair]
+    (low, one), (high, other) = min(says), max(says)
+    models = f"{one}, or {other}" if one != other else one
     return (
-        f"the recording does not decide: these models replay it equally well ({words}), and say {step.low * 1e3:.3g} "
-        f"to {step.high * 1e3:.3g} ms; record a job in which the changed part is not hidden behind another"
+        f"the recording does not decide: models that replay it about as well as each other say {low * 1e3:.3g} to "
+        f"{high * 1e3:.3g} ms ({models}); record a job in which the changed part is not hidden behind another"
     )
