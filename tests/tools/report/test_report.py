@@ -153,6 +153,27 @@ def test_steps_are_those_of_the_analysis_and_their_parts_add_up(made: Made) -> N
         assert f"<td>rank {rank}</td><td class=n>{len(its)}</td><td class=n>{duration(mean)}</td>" in made.text
 
 
+def test_a_single_step_is_seen_in_the_histogram_beside_thousands() -> None:
+    few, many = (charts.length_bars(((0.0, 1e6, 2e6), counts)) for counts in ((1, 5), (1, 5000)))
+    assert "type" not in few["layout"]["yaxis"]
+    axis = many["layout"]["yaxis"]
+    assert axis["type"] == "log"
+    assert 10 ** axis["range"][0] < 1
+    assert 10 ** axis["range"][1] > 5000
+
+
+def test_links_say_no_more_than_clocks_tell(made: Made) -> None:
+    bandwidths, latencies = (made.charts[f"links-{place}"]["data"][0] for place in (1, 2))
+    for link in made.report.links:
+        assert link.latency is not None
+        text, us = (latencies[name][link.source][link.target] for name in ("text", "z"))
+        error = link.clock_error / 1e3
+        assert text == (f"below<br>{error:,.0f}" if link.latency * 1e6 < error else f"{link.latency * 1e6:,.0f}")
+        assert us >= error or us == pytest.approx(link.latency * 1e6)
+        told = bandwidths["text"][link.source][link.target].replace("<br>", " ")
+        assert f"<td class=n>{told} Mbit/s</td>" in made.text
+
+
 def test_the_straggler_is_named_and_seen(made: Made) -> None:
     (found,) = stragglers.find(made.trace)
     assert (found.cause, found.rank, found.steps) == ("compute", 3, tuple(range(60, 140)))

@@ -28,6 +28,7 @@ Chart = dict[str, Any]
 MOST_RANKS = 64  # rows of a chart
 MOST_TO_CHOOSE = 16  # ranks whose single steps are drawn
 MOST_BUCKETS = 40
+MANY_STEPS = 50  # of one length, beside which one would not be seen
 MOST_WITH_TEXT = 5  # nodes, up to which a matrix has room for its figures
 COLOURS = {"compute": "#3f8f5f", "overlapped": "#67a9cf", "exposed": "#d6453d", "waiting": "#f0b429", "idle": "#c3c7cf"}
 _ACTIVITIES = {
@@ -145,7 +146,7 @@ def _extremes(columns: Sequence[Column], rank: int, which: str, visible: bool) -
 
 
 def length_bars(lengths: tuple[Sequence[float], Sequence[int]]) -> Chart:
-    """Draws how many steps of all ranks are how long; few are seen beside many, since the axis is logarithmic."""
+    """Draws how many steps of all ranks are how long; few are seen beside many, for which the axis is logarithmic."""
     edges, counts = lengths
     data = [
         {
@@ -159,10 +160,10 @@ def length_bars(lengths: tuple[Sequence[float], Sequence[int]]) -> Chart:
             "hovertemplate": "%{text}: %{y} steps<extra></extra>",
         }
     ]
-    axes = {
-        "xaxis": axis("a step, ms"),
-        "yaxis": axis("steps of all ranks", type="log", dtick=1, range=[-0.3, math.log10(max(2, *counts)) + 0.1]),
-    }
+    most = max(counts, default=0)
+    many = {"type": "log", "dtick": 1, "range": [-0.3, math.log10(max(most, 1)) + 0.1]}  # one step is to be seen, too
+    height = many if most >= MANY_STEPS else {"rangemode": "tozero"}
+    axes = {"xaxis": axis("a step, ms"), "yaxis": axis("steps of all ranks", **height)}
     return {"data": data, "layout": layout(300, showlegend=False, bargap=0, **axes)}
 
 
