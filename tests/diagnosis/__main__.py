@@ -11,6 +11,8 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
+
 from tests.diagnosis.cases import HELD_OUT, clean, faulty, uneven
 from tests.diagnosis.scoring import Verdict, judge, rows, score
 
@@ -37,6 +39,9 @@ def main() -> int:
     for name, found in [*rows(verdicts, "fault"), *rows(verdicts, "pattern"), ("all", score(verdicts))]:
         shares = (f"{found.precision:.1%}", f"{found.recall:.1%}", f"{found.error:.1%}", f"{found.regular:.1%}")
         print(table.format(name, found.cases, *shares))
+    errors = [verdict.error for verdict in verdicts if verdict.error is not None]
+    half, most = np.quantile(errors, (0.5, 0.95)) if errors else (0.0, 0.0)
+    print(f"costs: half are off by {half:.1%} or less, 95 % by {most:.1%} or less")
     silent = [sum(not verdict.wrong for verdict in its) / max(1, len(its)) for its in (quiet, late)]
     print(f"clean: nobody is named in {silent[0]:.1%} of {len(quiet)}; with late daemons in {silent[1]:.1%}")
     print(f"{time.monotonic() - begin:.0f} s")

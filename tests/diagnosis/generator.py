@@ -141,26 +141,44 @@ def make(shape: Shape, fault: Fault | None = None, hidden: frozenset[int] = froz
     return Made(join(run.rings(hidden)), took, without)
 
 
-def write(shape: Shape, directory: Path, fault: Fault | None = None) -> int:
-    """Runs a job and writes its rings into a directory, as its processes would have. Returns the number of records."""
+def write(shape: Shape, directory: Path, fault: Fault | None = None, times: int = 1) -> int:
+    """Runs a job and writes its rings into a directory, as its processes would have. Returns the number of records.
+
+    Args:
+        times: how often the job is in them, one after the other: so large jobs are made in little time and memory.
+    """
     run = _Run(shape, fault, recorded=True)
     run.run()
     rings = run.rings(frozenset())
+    begin, end = (pick(pick(ring.records["time"]) for ring in rings) for pick in (min, max))
+    most = max(int(ring.records["extra"][np.isin(ring.records["kind"], _NUMBERED)].max(initial=0)) for ring in rings)
     for ring in rings:
-        (directory / f"{'rank' if ring.role == Role.WORKER else 'node'}-{ring.rank}.ring").write_bytes(_file_of(ring))
-    return sum(len(ring.records) for ring in rings)
+        name = f"{'rank' if ring.role == Role.WORKER else 'node'}-{ring.rank}.ring"
+        numbered = np.isin(ring.records["kind"], _NUMBERED)
+        with (directory / name).open("wb") as file:
+            file.write(_head_of(ring, times))
+            for turn in range(times):
+                records = ring.records.copy()
+                records["time"] += turn * (end - begin + MS)
+                records["clock"] += np.uint64(turn * shape.steps)
+                records["extra"][numbered] += np.uint32(turn * most)
+                file.write(records.tobytes())
+    return times * sum(len(ring.records) for ring in rings)
 
 
-def _file_of(ring: Ring) -> bytes:
-    """Returns the bytes of a ring's file, by the words of `fusion_rt.tracing.format`."""
+_NUMBERED = (Kind.SENT, Kind.RECEIVED, Kind.TAKEN)
+
+
+def _head_of(ring: Ring, times: int) -> bytes:
+    """Returns what is before the records in a ring's file, by the words of `fusion_rt.tracing.format`."""
     host, job = ring.host.encode(), ring.job.encode()
     names = b"".join(len(name.encode()).to_bytes(2, "little") + name.encode() for name in ring.names[1:])
+    written = ring.written * times
     header = HEADER.pack(
-        MAGIC, VERSION, RECORD.size, ring.capacity, ring.created, ring.created_wall, ring.pid, ring.rank, ring.node,
-        ring.nodes, len(host), len(job), ring.role, ring.written, len(names), 0,
+        MAGIC, VERSION, RECORD.size, written + 64, ring.created, ring.created_wall, ring.pid, ring.rank, ring.node,
+        ring.nodes, len(host), len(job), ring.role, written, len(names), 0,
     )  # fmt: skip
-    head = (header + host + job).ljust(HEADER_NBYTES, b"\0") + names.ljust(NAMES_NBYTES, b"\0")
-    return head + ring.records.tobytes()
+    return (header + host + job).ljust(HEADER_NBYTES, b"\0") + names.ljust(NAMES_NBYTES, b"\0")
 
 
 class _Tape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_every_command_says_what_is_missing_and_shows_the_rest(command: list[str
 EVERY = (
     ["summary"], ["overlap"], ["stragglers"], ["buckets"], ["tensor", "bucket 1"], ["critical-path"], ["whatif"],
     ["merge", "-o", "{}/m.json"], ["convert", "-o", "{}/c.csv"], ["diff", "{}"], ["hang", "--trace"],
+    *([["report", "-o", "{}/r.html"]] if find_spec("plotly") else []),
 )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def test_every_command_says_once_who_died_and_what_cannot_be_known_without_missi
     )
     assert result.exit_code == 0, result.output
     times = 2 if command[0] == "diff" else 1  # of either job
-    assert result.output.count("rank 3 (host host1) died ") == times
+    assert result.output.casefold().count("rank 3 (host host1) died ") == times
     assert result.output.count("there are no records of node 2") == times
 
 

@@ -98,9 +98,13 @@ def _speed(rates: Rates) -> float | None:
     return min((rank.steps_per_second for rank in rates.ranks if rank.steps_per_second is not None), default=None)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _job(rates: Rates, lines: int, history: str) -> list[RenderableType]:
     speed = _speed(rates)
-    title = f"job {rates.job}: {len(rates.nodes)} nodes, {len(rates.ranks)} ranks"
+    title = f"job {rates.job}: {_count(len(rates.nodes), 'node')}, {_count(len(rates.ranks), 'rank')}"
     if speed is not None:
         title += f", {speed:.2f} steps/s"
     said = [Text(title, style="bold", no_wrap=True)]

@@ -190,7 +190,8 @@ def test_spikes_of_one_rank_that_are_lost_in_those_of_all_are_told() -> None:
     assert "spikes are longer by" in told
     gate = diff.gate(found, 0.05)
     assert gate.slower
-    assert "spikes of the own work of rank 2 +3" in gate.what
+    assert "spikes of the own work of rank 2, +3" in gate.what
+    assert gate.what.endswith("% of a step")
     assert not diff.gate(compare(job(3, 95), job(4, 95)), 0.05).slower
 
 

@@ -34,6 +34,22 @@ def test_a_dead_worker_is_named_with_when_and_who_says_so() -> None:
     assert sentence in page(trace)
 
 
+def test_a_death_is_told_once_though_the_daemon_names_who_died_too() -> None:
+    trace = killed(ranks=(3,))
+    why = "rank 3 (host host1, pid 4711) died (killed, or crashed) without leaving the job"
+    dead = dataclasses.replace(endings.find(trace).dead[0], why=why)
+    begin = trace.span[0]
+    assert [*endings.sentences(trace, endings.Endings((dead,), why, 1))] == [
+        f"rank 3 (host host1) died {(dead.time - begin) / 1e9:.1f} s after the first record (killed, or crashed) "
+        "without leaving the job (says the daemon of host1)",
+        "the job failed because rank 3 (host host1) died",
+    ]
+    other = dataclasses.replace(dead, why="its records end")
+    first, second = endings.sentences(trace, endings.Endings((other,), why, 1))
+    assert first.endswith(" s after the first record: its records end (says the daemon of host1)")
+    assert second == f"the job failed: {why}"
+
+
 def test_a_dead_daemon_is_named_by_the_others_and_not_those_that_had_submitted() -> None:
     trace = killed(nodes=(2,))
     (dead,) = endings.find(trace).dead

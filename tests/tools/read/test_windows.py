@@ -10,7 +10,7 @@ from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD
 from fusion_trace.analyse import bucket_times, critical_path
 from fusion_trace.analyse.overlap import partitions
 from fusion_trace.read import job, progress, windows
-from fusion_trace.read.choice import StepRange
+from fusion_trace.read.choice import ChoiceError, StepRange
 from fusion_trace.read.ring_reader import read_header
 from tests.diagnosis.generator import MS, Fault, Shape, write
 
@@ -42,6 +42,12 @@ def test_some_steps_are_read_alone_and_are_as_in_the_whole_job(rings: str, chose
     assert read < there / 3
 
 
+@pytest.mark.parametrize("chosen", [StepRange(41, None), StepRange(900, 950)])
+def test_steps_that_a_job_has_not_are_an_error_that_says_which_it_has(rings: str, chosen: StepRange) -> None:
+    with pytest.raises(ChoiceError, match="none of the chosen steps is in job diagnosis, which has steps 1 to 39"):
+        job.load([rings], "", chosen)
+
+
 def test_of_a_job_that_is_too_large_the_last_steps_are_read(rings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = job.load([rings], "")
     records = sum(len(process.records) for process in whole.processes)
@@ -54,9 +60,9 @@ def test_of_a_job_that_is_too_large_the_last_steps_are_read(rings: str, monkeypa
     assert f"of {records:,} records only those of step 30 and later are read; --steps" in problem
 
 
-def test_of_steps_that_no_rank_has_only_the_end_of_the_job_is_read(rings: str) -> None:
-    part = job.load([rings], "", StepRange(900, None))
-    assert partitions(part, StepRange(900, None)) == ()
+def test_of_a_step_that_has_not_ended_the_end_of_the_job_is_read(rings: str) -> None:
+    part = job.load([rings], "", StepRange(40, None))
+    assert partitions(part, StepRange(40, None)) == ()
     whole = job.load([rings], "")
     assert part.span == whole.span
     read, there = (sum(len(process.records) for process in trace.processes) for trace in (part, whole))

@@ -29,13 +29,14 @@ from fusion_trace.read import job
 from fusion_trace.read.choice import ChoiceError, StepRange
 from fusion_trace.report import charts, figures, html_page, timeline
 from fusion_trace.report.charts import plain
-from fusion_trace.report.curves import BANDWIDTHS, CHANGES
+from fusion_trace.report.curves import BANDWIDTHS, CHANGES, sweep
 from fusion_trace.report.figures import MOST_COLUMNS, Report, analyse
 from fusion_trace.report.findings import findings
 from fusion_trace.report.sections import sections
-from fusion_trace.report.wording import duration
-from fusion_trace.simulate.calibration import calibrate
-from fusion_trace.simulate.changes import Change, replay
+from fusion_trace.report.wording import duration, interval
+from fusion_trace.simulate import calibration
+from fusion_trace.simulate.calibration import answer
+from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.model import FRAMED, CodecCosts
 from fusion_trace.simulate.recorded import understand
 from tests.diagnosis import generator
@@ -150,6 +151,27 @@ def test_steps_are_those_of_the_analysis_and_their_parts_add_up(made: Made) -> N
         mean = fmean(part.ns for part in its)
         assert sum(bar["x"][rank] for bar in bars) == pytest.approx(mean / 1e6, abs=1e-3)
         assert f"<td>rank {rank}</td><td class=n>{len(its)}</td><td class=n>{duration(mean)}</td>" in made.text
+
+
+def test_a_single_step_is_seen_in_the_histogram_beside_thousands() -> None:
+    few, many = (charts.length_bars(((0.0, 1e6, 2e6), counts)) for counts in ((1, 5), (1, 5000)))
+    assert "type" not in few["layout"]["yaxis"]
+    axis = many["layout"]["yaxis"]
+    assert axis["type"] == "log"
+    assert 10 ** axis["range"][0] < 1
+    assert 10 ** axis["range"][1] > 5000
+
+
+def test_links_say_no_more_than_clocks_tell(made: Made) -> None:
+    bandwidths, latencies = (made.charts[f"links-{place}"]["data"][0] for place in (1, 2))
+    for link in made.report.links:
+        assert link.latency is not None
+        text, us = (latencies[name][link.source][link.target] for name in ("text", "z"))
+        error = link.clock_error / 1e3
+        assert text == (f"below<br>{error:,.0f}" if link.latency * 1e6 < error else f"{link.latency * 1e6:,.0f}")
+        assert us >= error or us == pytest.approx(link.latency * 1e6)
+        told = bandwidths["text"][link.source][link.target].replace("<br>", " ")
+        assert f"<td class=n>{told} Mbit/s</td>" in made.text
 
 
 def test_the_straggler_is_named_and_seen(made: Made) -> None:
@@ -282,17 +304,57 @@ def test_a_step_with_very_many_activities_keeps_the_longest(made: Made, monkeypa
     assert sorted(bar.ns for bar in short.bars) == sorted(bar.ns for bar in whole.bars)[-10:]
 
 
-def test_curves_are_what_whatif_says(made: Made) -> None:
+def test_curves_are_what_whatif_says_with_their_intervals(made: Made) -> None:
     curves = made.report.curves
     recorded = understand(made.trace, StepRange(curves.steps[0], curves.steps[1] + 1))
-    lines = made.charts["whatif-0"]["data"]
+    drawn = made.charts["whatif-0"]["data"]
+    lines = [line for line in drawn if line["mode"] != "lines"]
     assert [line["name"] for line in lines] == [*(title for title, _ in CHANGES), "recorded"]
-    for place in (0, len(BANDWIDTHS) - 1):
-        expected = replay(calibrate(recorded)[0].recorded, Change(bandwidth=BANDWIDTHS[place])).step * 1e3
-        assert lines[0]["y"][place] == pytest.approx(expected, abs=1e-4)
+    told = answer(recorded, Change(), cheap)
+    for place, (_, change) in enumerate(CHANGES):
+        band = drawn[2 * place]
+        assert band["x"] == [rate / 1e6 for rate in (*BANDWIDTHS, *BANDWIDTHS[::-1])]
+        for at in (0, len(BANDWIDTHS) - 1):
+            expected = answer(recorded, replace(change, bandwidth=BANDWIDTHS[at]), cheap).changed
+            assert expected is not None
+            figure = curves.curves[place].steps[at]
+            assert figure == expected.step
+            assert f"<td class=n>{interval(figure)}</td>" in made.text
+            assert lines[place]["y"][at] == pytest.approx(figure.value * 1e3, abs=1e-4)
+            assert lines[place]["text"][at] == interval(figure)
+            assert band["y"][at] == pytest.approx(figure.low * 1e3, abs=1e-4)
+            assert band["y"][-1 - at] == pytest.approx(figure.high * 1e3, abs=1e-4)
+    assert (curves.error, curves.models, curves.step) == (told.error, len(told.models), told.recorded.step)
     assert lines[0]["y"] == sorted(lines[0]["y"], reverse=True)
     assert lines[3]["y"][0] < lines[2]["y"][0] < lines[0]["y"][0]  # topk, fp16, as recorded
     assert curves.bandwidth == pytest.approx(120e6 * 8 * FRAMED, rel=0.1)
+    assert curves.told == curves.curves[0].steps[BANDWIDTHS.index(curves.faster)]
+    assert "Not predicted" not in made.text
+
+
+def test_what_whatif_refuses_is_no_point_of_a_curve_and_has_its_reason(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = calibration.Calibrated.answer
+
+    def some_refused(job: calibration.Calibrated, change: Change) -> calibration.Answer:
+        told = real(job, change)
+        if change.codec == "fp16" and change.bandwidth in BANDWIDTHS[2:4]:
+            return replace(told, changed=None, refused=f"nobody knows <{change.bandwidth:g}>")
+        return told
+
+    monkeypatch.setattr(calibration.Calibrated, "answer", some_refused)
+    first, last = made.report.curves.steps
+    curves = sweep(made.trace, StepRange(first, last + 1), cheap)
+    report = replace(made.report, curves=curves)
+    (section,) = (each for each in sections(report) if each.id == "whatif")
+    assert section.tables[1].rows == (("fp16", "500 Mbit/s to 1 Gbit/s", "nobody knows <5e+08>"),)
+    assert [row[3] == "not predicted" for row in section.tables[0].rows] == [False, False, True, True, *[False] * 4]
+    band, line = section.charts[0]["data"][4:6]
+    assert line["y"][2:4] == [None, None]
+    assert band["x"] == [100, 200, 200, 100, None, 2000, 5000, 10000, 25000, 25000, 10000, 5000, 2000]
+    assert len(band["y"]) == len(band["x"])
+    plotly.graph_objects.Figure(section.charts[0])
 
 
 def test_names_are_texts_and_nothing_else(made: Made) -> None:

@@ -18,9 +18,10 @@ from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.cli import app
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import load
+from fusion_trace.simulate import calibration
 from fusion_trace.simulate import recorded as replaying
-from fusion_trace.simulate.calibration import _unknown, answer, calibrate, scaled
-from fusion_trace.simulate.changes import Change, parse_bandwidth, replay
+from fusion_trace.simulate.calibration import ONE_NODE, _unknown, answer, calibrate, scaled
+from fusion_trace.simulate.changes import Change, Prediction, parse_bandwidth, replay
 from fusion_trace.simulate.model import FRAMED, Bucket, CodecCosts
 from fusion_trace.simulate.programs import Compute, Submit, Wait
 from fusion_trace.simulate.recorded import MOST_STEPS, NotRecorded, Recorded, representative, understand
@@ -123,8 +124,67 @@ def test_costs_that_a_slow_link_has_hidden_are_not_told_for_a_fast_one(record: R
     assert {model.scale for model in kept} >= {1.0, 8.0}
     found = answer(slow, Change(bandwidth=25e9))
     assert found.changed is None
-    assert "these models replay it equally well" in found.refused
+    assert "models that replay it about as well as each other say" in found.refused
+    assert "daemons' costs x 8" in found.refused
     assert answer(slow, Change(bandwidth=8e7)).changed is not None
+
+
+def test_what_is_reduced_once_is_reduced_by_all_ranks_in_one_step_of_more_nodes(record: Record) -> None:
+    recorded = record(BASE)
+    once = len(recorded.buckets)
+    programs = tuple(
+        (*program[:1], (*program[1], Submit(once), Wait(once)), *program[2:]) for program in recorded.programs
+    )
+    more = replace(recorded, programs=programs, buckets=(*recorded.buckets, Bucket(4)))
+    expected = replay(recorded, Change(nodes=7)).step
+    assert replay(more, Change(nodes=7)).step == pytest.approx(expected, rel=0.05)
+
+
+def test_ranks_that_wait_forever_in_a_replay_are_told_in_a_sentence(record: Record) -> None:
+    recorded = record(BASE)
+    odd = (recorded.programs[0][0] + (Submit(0), Wait(0)), *recorded.programs[0][1:])
+    with pytest.raises(FusionError, match="cannot be replayed so: 1 of 3 ranks wait forever, the first of them rank 0"):
+        replay(replace(recorded, programs=(odd, *recorded.programs[1:])), Change())
+
+
+def test_on_one_node_nothing_depends_on_links(record: Record) -> None:
+    alone = record(replace(BASE, nodes=1, ranks_per_node=2, skews={}))
+    for change in (Change(bandwidth=1e9), Change(latency=1e-3, nodes=1)):
+        assert answer(alone, change).refused == ONE_NODE
+    assert answer(alone, Change(bandwidth=1e9, nodes=2)).refused != ONE_NODE
+
+
+def test_what_daemons_use_is_not_the_work_of_bytes_where_none_was_sent(record: Record) -> None:
+    """All that a daemon does beyond kernels would be the cost of a single byte, and other nodes would send millions."""
+    alone = record(replace(BASE, nodes=1, ranks_per_node=2, skews={}))
+    shared = replace(alone, machines=Machines((0,), (2,), daemons=5e-3))
+    assert alone.sent == 0
+    for model in calibrate(shared):
+        assert model.recorded.costs.io_send == 0
+        assert replay(model.recorded, Change(nodes=2, bandwidth=1e9)).step < 1
+
+
+def test_models_that_differ_in_a_rate_that_the_change_sets_are_replayed_once(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = calibration.Calibrated(record(BASE))
+    best = job.models[0]
+    links = tuple(replace(link, bandwidth=1.1 * link.bandwidth) for link in best.recorded.links)
+    faster = replace(best, recorded=replace(best.recorded, links=links))
+    costly = replace(best, recorded=replace(best.recorded, costs=scaled(best.recorded.costs, 8.0)))
+    change = Change(bandwidth=240e6 * 8 * FRAMED)
+    tried = best, faster, costly
+    each = [replay(model.recorded, change) for model in tried]
+    assert each[2] != each[0]
+    replays: list[Recorded] = []
+
+    def counted(recorded: Recorded, *others: object) -> Prediction:
+        replays.append(recorded)
+        return replay(recorded, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(calibration, "replay", counted)
+    assert job._replays(tried, change) == each
+    assert len(replays) == 2
 
 
 def test_a_step_without_its_waits_for_a_processor() -> None:

@@ -11,6 +11,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
+def run(kept: NDArray[np.bool_]) -> slice | Ints:
+    """Returns the places that are kept: as a slice, which copies nothing, where they follow each other."""
+    places = np.flatnonzero(kept)
+    if len(places) and places[-1] - places[0] + 1 == len(places):
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
+
+
+def distinct(values: Ints) -> bool:
+    """Says whether no value comes twice; most that is asked about is in order, for which nothing is sorted."""
+    return bool((np.diff(values) > 0).all()) or len(np.unique(values)) == len(values)
+
+
 def order_in_group(group: Ints) -> Ints:
     """Returns, for sorted group numbers, the place of each element within its group, from 0."""
     places = np.arange(len(group))

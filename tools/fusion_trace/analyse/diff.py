@@ -203,7 +203,8 @@ def _of_one(found: Diff, limit: float) -> list[str]:
             if row.measure == SHARE or step.before is None or not row.changed or row.difference is None:
                 continue
             if row.difference > limit * step.before and step.high > limit * step.before:
-                slower.append(f"{row.measure} of the own work of rank {rank} {row.difference / step.before:+.1%}")
+                by = row.difference / step.before
+                slower.append(f"{row.measure} of the own work of rank {rank}, {by:+.1%} of a step")
                 break
     return slower
 

@@ -109,13 +109,22 @@ def sentences(trace: JobTrace, found: Endings) -> Iterator[str]:
     """Yields what happened, a sentence each."""
     begin, _ = trace.span
     for place, each in enumerate(found.dead):
-        who = f"rank {each.number} (host {each.host})"
-        if each.what == "node":
-            who = f"the daemon of {trace.host_of(each.number)}"
         told = f" (says the daemon of {trace.host_of(each.by)})" if each.by is not None else ""
         after = f"died {(each.time - begin) / 1e9:.1f} s after the first record"
         if place:
             after = f"died {(each.time - found.dead[0].time) / 1e9:.2f} s later, perhaps because of that"
-        yield f"{who} {after}: {each.why}{told}"
+        # Most daemons' sentences begin with who died, too.
+        named, _, how = each.why.partition(" died ")
+        why = f" {how}" if how and named.startswith(f"{each.what} {each.number} (") else f": {each.why}"
+        yield f"{_who(trace, each)} {after}{why}{told}"
     if found.failure:
-        yield f"the job failed: {found.failure}"
+        culprit = next((each for each in found.dead if each.why == found.failure), None)
+        yield f"the job failed{f': {found.failure}' if culprit is None else f' because {_who(trace, culprit)} died'}"
+
+
+def _who(trace: JobTrace, dead: Dead) -> str:
+    return (
+        f"rank {dead.number} (host {dead.host})"
+        if dead.what == "rank"
+        else f"the daemon of {trace.host_of(dead.number)}"
+    )

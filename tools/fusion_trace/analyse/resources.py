@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import Kind
-from fusion_trace.analyse.columns_of_spans import Busy, Carried, Floats, Ints, covered, paired
+from fusion_trace.analyse.columns_of_spans import Busy, Carried, Floats, Ints, covered, distinct, paired, run
 from fusion_trace.analyse.ledger import Ledger, keys_of
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.ring_reader import Records
@@ -68,7 +68,7 @@ class _Resources:
         """Returns the operations, times and records of those that are about one of the ledger's."""
         keys = keys_of(records)
         place = np.minimum(np.searchsorted(self.sorted, keys), len(self.sorted) - 1)
-        known = self.sorted[place] == keys
+        known = run(self.sorted[place] == keys)
         records = records[known]
         return self.order[place[known]].astype(np.int64), (records["time"] - self.book.origin).astype(float), records
 
@@ -206,7 +206,7 @@ def _joined(spans: list[tuple[Ints, Floats, Floats]]) -> tuple[Ints, Floats, Flo
 
 
 def _of_peer(side: _Side, peer: int) -> _Side:
-    mine = side[2]["peer"] == peer
+    mine = run(side[2]["peer"] == peer)
     return side[0][mine], side[1][mine], side[2][mine]
 
 
@@ -238,14 +238,7 @@ def _by_number_or_order(first: _Side, second: _Side) -> tuple[Ints, Floats, Floa
     """Pairs the records of chunks at two moments: by their numbers on the link, or, without one, by their order within
     an operation."""
     left, right = first[2]["extra"].astype(np.int64), second[2]["extra"].astype(np.int64)
-    if (
-        len(left)
-        and len(right)
-        and left.all()
-        and right.all()
-        and len(np.unique(left)) == len(left)
-        and (len(np.unique(right)) == len(right))
-    ):
+    if len(left) and len(right) and left.all() and right.all() and distinct(left) and distinct(right):
         _, a, b = np.intersect1d(left, right, assume_unique=True, return_indices=True)
         return first[0][a], first[1][a], second[1][b]
     return paired(first[0], first[1], second[0], second[1])

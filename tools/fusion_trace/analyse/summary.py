@@ -9,6 +9,7 @@ import numpy as np
 
 from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.analyse import endings, gaps, stragglers
+from fusion_trace.analyse.columns_of_spans import distinct, run
 from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
@@ -129,8 +130,8 @@ def traffic(every: Operations, first: int, last: int) -> tuple[LinkTraffic, ...]
     found = []
     for source, target in sorted(pairs_of):
         left, right = _of_peer(sent, source, target), _of_peer(came, target, source)
-        numbers = left[1]["extra"], right[1]["extra"]
-        if not all(each.all() and len(np.unique(each)) == len(each) for each in numbers):
+        numbers = left[1]["extra"].astype(np.int64), right[1]["extra"].astype(np.int64)
+        if not all(each.all() and distinct(each) for each in numbers):
             found.append(_counted(every, source, target, first, last))
             continue
         # The same number is the same chunk, if it is of the same operation.
@@ -145,7 +146,8 @@ def traffic(every: Operations, first: int, last: int) -> tuple[LinkTraffic, ...]
 
 def _of_peer(side: dict[int, tuple[Ints, Records]], node: int, peer: int) -> tuple[Ints, Records]:
     of, rows = side.get(node, (np.zeros(0, np.int64), np.zeros(0, RECORD_DTYPE)))
-    return of[rows["peer"] == peer], rows[rows["peer"] == peer]
+    mine = run(rows["peer"] == peer)
+    return of[mine], rows[mine]
 
 
 def _counted(every: Operations, source: int, target: int, first: int, last: int) -> LinkTraffic:

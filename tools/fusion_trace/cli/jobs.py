@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fusion_trace.read.job import JobTrace
 
 _M_MMAP_THRESHOLD = -3  # a parameter of mallopt(3), as in glibc's malloc.h
-_LARGEST_ON_HEAP = 1 << 18  # bytes
+_LARGEST_ON_HEAP = 1 << 20  # bytes
 
 app = typer.Typer(
     help="Shows what a fusion_rt job does, or would do; without a command, the summary of the newest job.",
@@ -48,7 +48,8 @@ def _expect_much() -> None:
 
     There are many objects without cycles, and looking through them took half of the time. Arrays that are not needed
     any more go back to the kernel: malloc keeps those of up to 32 MiB once it has seen some, in a heap full of holes,
-    which was 37 MB of a report's 303.
+    which was 37 MB of a report's 303. Smaller ones stay: memory that is new costs page faults, a second of a report's
+    six with a limit of 256 KiB.
     """
     gc.set_threshold(1_000_000)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none

@@ -136,7 +136,8 @@ def _tell_file(trace: JobTrace, about: Mapping[str, Any], lines: list[str], as_j
     if as_json:
         typer.echo(json.dumps({"job": trace.job, **about, "problems": list(trace.problems)}, indent=2))
         return
-    for line in (*lines, *(f"! {problem}" for problem in trace.problems)):
+    told = "\n".join(lines).casefold()
+    for line in (*lines, *(f"! {problem}" for problem in trace.problems if problem.casefold() not in told)):
         typer.echo(line)
 
 

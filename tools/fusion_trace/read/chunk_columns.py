@@ -109,7 +109,7 @@ class _Join:
     def __init__(self, daemons: Mapping[int, RowsOfOperations]) -> None:
         most = 1 + max([*daemons, 0])
         for rows in daemons.values():
-            peers = rows.select(Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)[1]["peer"]
+            peers = rows.field("peer", Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)
             most = max(most, int(peers.max()) + 1 if len(peers) else 0)
         self._most, self._links = most, most * most
         self._out = self._side(daemons, Kind.QUEUED, Kind.SENT, leaves=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read import alignment
@@ -62,8 +63,22 @@ class Process:
 
     def of(self, *kinds: Kind) -> Records:
         """Returns the records of some kinds, by time."""
-        found: Records = self.records[np.isin(self.records["kind"], kinds)]
-        return found
+        order, starts = self._by_kind
+        places = [order[starts[kind] : starts[kind + 1]] for kind in sorted({*kinds}) if kind + 1 < len(starts)]
+        if len(places) == 1:
+            return self.records[places[0]]
+        return self.records[np.sort(np.concatenate(places or [order[:0]]))]
+
+    @cached_property
+    def _by_kind(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The places of records, by kind and then by time; and where those of each kind begin, and the last ones end.
+
+        Every question begins with the records of some kinds, and searching all of them each time took a tenth of a
+        report.
+        """
+        kinds = np.ascontiguousarray(self.records["kind"])
+        order = np.argsort(kinds, kind="stable").astype(np.int32)
+        return order, np.concatenate([[0], np.cumsum(np.bincount(kinds, minlength=1))])
 
 
 @dataclass(frozen=True, eq=False)

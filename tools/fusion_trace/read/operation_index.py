@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,11 @@ class RowsOfOperations:
         wanted = _is(self.kinds, kinds)
         return self.operations[wanted].astype(np.int64), self.process.records[self.rows[wanted]]
 
+    def field(self, name: str, *kinds: Kind) -> NDArray[Any]:
+        """Returns one field of the records of some kinds, by operation and time."""
+        found: NDArray[Any] = self.process.records[name][self.rows[_is(self.kinds, kinds)]]
+        return found
+
     def spans(self, begin: Kind, end: Kind) -> tuple[Ints, Ints, Ints]:
         """Returns operations, begins and ends of spans, by operation and begin: first begun, first ended, because
         kernels of a pool may overlap, and what they do together is the same either way."""
@@ -87,9 +93,8 @@ class RowsOfOperations:
 
     def first(self, kind: Kind, field: str = "time") -> Ints:
         """Returns the time, or another field, of the first record of a kind of each operation; `NEVER`: none."""
-        of, records = self.select(kind)
         found = np.full(len(self.starts) - 1, NEVER)
-        found[of[::-1]] = records[field][::-1]
+        found[self.operations[self.kinds == kind][::-1]] = self.field(field, kind)[::-1]
         return found
 
     def last_of_peer(self, kind: Kind, peer: int) -> Ints:

@@ -347,7 +347,7 @@ class Operations(Mapping[Key, Operation]):
         ]
 
 
-_BLOCK = 64  # operations that are put together at once
+_BLOCK = 8  # operations that are put together at once
 _BLOCKS = 8  # that are kept
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import Role
-from fusion_trace.read.choice import EVERY_STEP, StepRange
+from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.progress import told
 from fusion_trace.read.ring_reader import Header, Records, Window, ends_of_steps
 
@@ -37,6 +37,9 @@ def windows(headers: Mapping[str, Header], chosen: StepRange) -> Windows:
 
     Args:
         headers: of the rings, by path.
+
+    Raises:
+        ChoiceError: there are whole steps in them, and none that was chosen.
     """
     records = sum(min(header.written, header.capacity) for header in headers.values())
     if chosen == EVERY_STEP and records <= AT_ONCE:
@@ -46,6 +49,12 @@ def windows(headers: Mapping[str, Header], chosen: StepRange) -> Windows:
     clocks = np.sort(np.concatenate([its["clock"] for its in ends.values()])) if ends else np.zeros(0)
     if not len(clocks):
         return Windows({})
+    if not any(clock in chosen for clock in [*np.unique(clocks).tolist(), int(clocks[-1]) + 1]):
+        # The one after the last that has ended is there as well, and may be what a rank has died in.
+        whole = [its["clock"][1:][its["clock"][1:] == its["clock"][:-1] + 1] for its in ends.values()]
+        first, last = (pick((int(pick(its)) for its in whole if len(its)), default=0) for pick in (min, max))
+        job = next(iter(headers.values())).job
+        raise ChoiceError(f"none of the chosen steps is in job {job}, which has steps {first} to {last}")
     limited = None
     if chosen == EVERY_STEP:
         # A record belongs to a step of one rank, on average: the last of these, so that a rank that died long ago does

@@ -6,8 +6,9 @@ Times in ms. Texts of a trace go through `plain`, since plotly takes a part of H
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from fusion_rt.tracing.format import Role
@@ -20,14 +21,15 @@ from fusion_trace.read.job import JobTrace
 from fusion_trace.report.curves import BANDWIDTHS, Curves
 from fusion_trace.report.figures import Column, RankTimes
 from fusion_trace.report.timeline import Bar, DrawnStep
-from fusion_trace.report.wording import duration
+from fusion_trace.report.wording import duration, interval
 
 Chart = dict[str, Any]
 
 MOST_RANKS = 64  # rows of a chart
 MOST_TO_CHOOSE = 16  # ranks whose single steps are drawn
 MOST_BUCKETS = 40
-MOST_WITH_TEXT = 12  # nodes, up to which a matrix has figures in it
+MANY_STEPS = 50  # of one length, beside which one would not be seen
+MOST_WITH_TEXT = 5  # nodes, up to which a matrix has room for its figures
 COLOURS = {"compute": "#3f8f5f", "overlapped": "#67a9cf", "exposed": "#d6453d", "waiting": "#f0b429", "idle": "#c3c7cf"}
 _ACTIVITIES = {
     "forward": "#2f7d4f", "backward": "#5aa877", "step": "#8cc7a1", "copy": "#b7dcc4", "apply": "#14532d",
@@ -144,7 +146,7 @@ def _extremes(columns: Sequence[Column], rank: int, which: str, visible: bool) -
 
 
 def length_bars(lengths: tuple[Sequence[float], Sequence[int]]) -> Chart:
-    """Draws how many steps of all ranks are how long; few are seen beside many, since the axis is logarithmic."""
+    """Draws how many steps of all ranks are how long; few are seen beside many, for which the axis is logarithmic."""
     edges, counts = lengths
     data = [
         {
@@ -158,7 +160,10 @@ def length_bars(lengths: tuple[Sequence[float], Sequence[int]]) -> Chart:
             "hovertemplate": "%{text}: %{y} steps<extra></extra>",
         }
     ]
-    axes = {"xaxis": axis("a step, ms"), "yaxis": axis("steps of all ranks", type="log", dtick=1)}
+    most = max(counts, default=0)
+    many = {"type": "log", "dtick": 1, "range": [-0.3, math.log10(max(most, 1)) + 0.1]}  # one step is to be seen, too
+    height = many if most >= MANY_STEPS else {"rangemode": "tozero"}
+    axes = {"xaxis": axis("a step, ms"), "yaxis": axis("steps of all ranks", **height)}
     return {"data": data, "layout": layout(300, showlegend=False, bargap=0, **axes)}
 
 
@@ -223,27 +228,31 @@ def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
     return {"data": data, "layout": layout(150 + 30 * len(shown), **axes)}
 
 
-def link_matrix(trace: JobTrace, links: Sequence[LinkFigures], values: Sequence[float | None], title: str) -> Chart:
-    """Draws one figure of each link: rows send, columns receive."""
+def link_matrix(
+    trace: JobTrace, links: Sequence[LinkFigures], title: str, figures: Sequence[tuple[float | None, str]]
+) -> Chart:
+    """Draws one figure of each link, which has a text: rows send, columns receive."""
     nodes = sorted({node for link in links for node in (link.source, link.target)})
-    of_link = {(link.source, link.target): value for link, value in zip(links, values, strict=True)}
-    names = [trace.host_of(node) for node in nodes]
-    most = max((value for value in values if value is not None), default=1.0)
+    of_link = {(link.source, link.target): figure for link, figure in zip(links, figures, strict=True)}
+    names = [plain(trace.host_of(node)) for node in nodes]
+    cells = [[of_link.get((source, target), (None, "")) for target in nodes] for source in nodes]
     drawn: Chart = {
         "type": "heatmap",
         "x": names,
         "y": names,
-        "z": [[of_link.get((source, target)) for target in nodes] for source in nodes],
+        "z": [[value for value, _ in row] for row in cells],
+        "text": [[text for _, text in row] for row in cells],
         "zmin": 0,
-        "zmax": most or 1.0,
+        "zmax": max((value for value, _ in figures if value is not None), default=1.0) or 1.0,
         "colorscale": _SEQUENTIAL,
         "colorbar": {"thickness": 12},
         "xgap": 1,
         "ygap": 1,
-        "hovertemplate": "from %{y} to %{x}: %{z:,.4~r}<extra></extra>",
+        "hovertemplate": "from %{y} to %{x}: %{text}<extra></extra>",
     }
     if len(nodes) <= MOST_WITH_TEXT:
-        drawn["texttemplate"] = "%{z:,.3~r}"
+        drawn["texttemplate"] = "%{text}"
+        drawn["textfont"] = {"size": 11}
     axes = {
         "xaxis": axis("to", type="category"),
         "yaxis": axis("from", autorange="reversed", type="category"),
@@ -370,33 +379,72 @@ def _timeline_axes(step: DrawnStep) -> Chart:
     }
 
 
+def rate_of(bits: float) -> str:
+    """Returns a bandwidth as links are sold."""
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+
+
 def curve_chart(curves: Curves) -> Chart:
-    """Draws a step's length by the bandwidth of links, with the recorded one marked."""
+    """Draws a step's length by the bandwidth of links, each with its interval as a band, and what was recorded."""
     rates = [rate / 1e6 for rate in BANDWIDTHS]
-    data: list[Chart] = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": curve.title,
-            "x": rates,
-            "y": [ms(seconds * 1e9) for seconds in curve.seconds],
-            "line": {"color": colour, "dash": dash, "width": 2},
-            "hovertemplate": "%{x:,.0f} Mbit/s: %{y:.2f} ms<extra>" + curve.title + "</extra>",
-        }
-        for curve, (colour, dash) in zip(curves.curves, LINES, strict=False)
-    ]
+    data: list[Chart] = []
+    for curve, (colour, dash) in zip(curves.curves, LINES, strict=False):
+        across: list[float | None] = []
+        along: list[float | None] = []
+        for told, its in groupby(zip(rates, curve.steps, strict=True), key=lambda point: point[1] is not None):
+            if not told:
+                continue
+            known = [(rate, figure) for rate, figure in its if figure is not None]
+            across += [None] * bool(across) + [rate for rate, _ in (*known, *known[::-1])]
+            along += [None] * bool(along) + [ms(figure.low * 1e9) for _, figure in known]
+            along += [ms(figure.high * 1e9) for _, figure in known[::-1]]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "fill": "toself",
+                "x": across,
+                "y": along,
+                "line": {"color": colour, "width": 0.5},
+                "opacity": 0.25,
+                "legendgroup": curve.title,
+                "showlegend": False,
+                "hoverinfo": "skip",
+            }
+        )
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": curve.title,
+                "legendgroup": curve.title,
+                "x": rates,
+                "y": [None if figure is None else ms(figure.value * 1e9) for figure in curve.steps],
+                "text": ["" if figure is None else interval(figure) for figure in curve.steps],
+                "line": {"color": colour, "dash": dash, "width": 2},
+                "hovertemplate": "%{x:,.0f} Mbit/s: %{text}<extra>" + curve.title + "</extra>",
+            }
+        )
+    assert curves.step is not None  # there are curves
     data.append(
         {
             "type": "scatter",
             "mode": "markers",
             "name": "recorded",
             "x": [round(curves.bandwidth / 1e6, 3)],
-            "y": [ms(curves.step * 1e9)],
-            "marker": {"color": "#1f2430", "size": 12, "symbol": "x"},
-            "hovertemplate": "recorded: %{x:,.0f} Mbit/s, %{y:.2f} ms<extra></extra>",
+            "y": [ms(curves.step.value * 1e9)],
+            "text": [interval(curves.step)],
+            "error_y": {
+                "type": "data",
+                "symmetric": False,
+                "array": [ms((curves.step.high - curves.step.value) * 1e9)],
+                "arrayminus": [ms((curves.step.value - curves.step.low) * 1e9)],
+            },
+            "marker": {"color": "#1f2430", "size": 10, "symbol": "x"},
+            "hovertemplate": "recorded: %{x:,.0f} Mbit/s, %{text}<extra></extra>",
         }
     )
-    ticks = [f"{rate / 1e3:g} Gbit/s" if rate >= 1e3 else f"{rate:g} Mbit/s" for rate in rates]
+    ticks = [rate_of(rate) for rate in BANDWIDTHS]
     axes = {
         "xaxis": axis("bandwidth of every link", type="log", tickvals=rates, ticktext=ticks),
         "yaxis": axis("a step, ms", rangemode="tozero"),

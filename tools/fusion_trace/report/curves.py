@@ -1,4 +1,4 @@
-"""The curves of a report: how long a step would take on links of other bandwidths, by the simulator."""
+"""The curves of a report: how long a step would take on other links, as `fusion-trace whatif` predicts it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from statistics import fmean
 from fusion_rt.core.errors import FusionError
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.simulate.calibration import Figure, Model, answer
+from fusion_trace.simulate.calibration import ONE_NODE, Calibrated, Figure
 from fusion_trace.simulate.changes import Change
-from fusion_trace.simulate.changes import replay as simulated
 from fusion_trace.simulate.model import FRAMED, CodecCosts
 from fusion_trace.simulate.recorded import understand
 
 BANDWIDTHS = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10)  # bits a second, as links are sold
-STEPS = 12  # that are replayed for each point
-MOST_NODES = 32  # a replay simulates every message, and there are dozens of them
+MANY_NODES = 8
+MOST_NODES = 32  # a replay simulates every message, and there are hundreds of replays
 CHANGES = (
     ("as recorded", Change()),
     ("without stragglers", Change(no_straggler=True)),
@@ -29,10 +28,11 @@ CHANGES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a step at each of `BANDWIDTHS`."""
+    """A step at each of `BANDWIDTHS`, seconds. None: it is not predicted; `refused` says why, "" where it is."""
 
     title: str
-    seconds: tuple[float, ...]
+    steps: tuple[Figure | None, ...]
+    refused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Curves:
         curves: none where `why_not` says why there are none.
         bandwidth: of the recorded links, bits a second of Ethernet frames, the mean.
         faster: a bandwidth about ten times as high (0: there is none in `BANDWIDTHS`), and `told`: the step with it.
-        step: what the replayed steps took, seconds; `error`: by which share their replay is too long.
+        step: what the replayed steps took, seconds; None without curves.
+        error: by which share the best replay is too long; `models`: how many replay about as well.
         steps: the first and the last that were replayed.
         codec: with which it was recorded.
         problems: what had to be assumed.
@@ -54,22 +55,28 @@ class Curves:
     bandwidth: float = 0.0
     faster: float = 0.0
     told: Figure | None = None
-    step: float = 0.0
+    step: Figure | None = None
     error: float = 0.0
+    models: int = 0
     steps: tuple[int, int] = (0, 0)
     codec: str = ""
     problems: tuple[str, ...] = ()
 
 
+def replayed_steps(nodes: int) -> int:
+    """Returns how many steps are replayed for each point."""
+    return 6 if nodes <= MANY_NODES else 3
+
+
 def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCosts] | None = None) -> Curves:
-    """Replays some steps at each bandwidth, each with a few changes.
+    """Predicts some steps at each bandwidth, each with a few changes.
 
     Args:
-        middle: the steps; see `STEPS`.
+        middle: the steps; see `replayed_steps`.
         measure: what a codec costs that the job did not use; by default it is measured here.
     """
     if len(trace.hosts) < 2:
-        return Curves(why_not="all ranks are on one node, so that nothing depends on links")
+        return Curves(why_not=ONE_NODE)
     if len(trace.hosts) > MOST_NODES:
         return Curves(
             why_not=f"a replay of {len(trace.hosts)} nodes takes too long for curves (at most {MOST_NODES}); "
@@ -77,33 +84,39 @@ def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCost
         )
     try:
         recorded = understand(trace, middle)
-        found = answer(recorded, Change(), measure)
-        best = found.models[0]
-        bandwidth = fmean(link.bandwidth for link in best.recorded.links) * 8 * FRAMED
-        faster = min(BANDWIDTHS, key=lambda each: abs(math.log(each / bandwidth / 10)))
-        if not found.refused:
-            found = answer(recorded, Change(bandwidth=faster), measure)
+        job = Calibrated(recorded, measure)
     except FusionError as error:
         return Curves(why_not=str(error))
-    known = Curves(
+    found = job.answer(Change())
+    if found.refused:
+        return Curves(why_not=found.refused)
+    changes = [(title, change) for title, change in CHANGES if not (change.codec and recorded.codec != "dense")]
+    curves = tuple(_curve(job, title, change) for title, change in changes)
+    bandwidth = fmean(link.bandwidth for link in job.models[0].recorded.links) * 8 * FRAMED
+    faster = min(BANDWIDTHS, key=lambda each: abs(math.log(each / bandwidth / 10)))
+    near = 3 < faster / bandwidth < 30
+    return Curves(
+        curves=curves,
         bandwidth=bandwidth,
-        faster=faster if 3 < faster / bandwidth < 30 else 0.0,
-        told=found.changed.step if found.changed else None,
-        step=recorded.step_seconds,
-        error=best.error,
+        faster=faster if near else 0.0,
+        told=curves[0].steps[BANDWIDTHS.index(faster)] if near else None,
+        step=found.recorded.step,
+        error=found.error,
+        models=len(found.models),
         steps=(recorded.numbers[0], recorded.numbers[-1]),
         codec=recorded.codec,
         problems=recorded.problems,
     )
-    if found.refused:
-        return replace(known, why_not=found.refused)
-    changes = [(title, change) for title, change in CHANGES if not (change.codec and recorded.codec != "dense")]
+
+
+def _curve(job: Calibrated, title: str, change: Change) -> Curve:
+    points = [_point(job, replace(change, bandwidth=rate)) for rate in BANDWIDTHS]
+    return Curve(title, tuple(step for step, _ in points), tuple(refused for _, refused in points))
+
+
+def _point(job: Calibrated, change: Change) -> tuple[Figure | None, str]:
     try:
-        curves = tuple(Curve(title, _seconds(best, change, measure)) for title, change in changes)
+        told = job.answer(change)
     except FusionError as error:
-        return replace(known, why_not=str(error))
-    return replace(known, curves=curves)
-
-
-def _seconds(model: Model, change: Change, measure: Callable[[str], CodecCosts] | None) -> tuple[float, ...]:
-    return tuple(simulated(model.recorded, replace(change, bandwidth=rate), measure).step for rate in BANDWIDTHS)
+        return None, str(error)
+    return (None, told.refused) if told.changed is None else (told.changed.step, "")

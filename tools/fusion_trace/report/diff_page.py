@@ -27,7 +27,7 @@ def show(first: JobTrace, second: JobTrace, found: Diff, confidence: float) -> N
     if changed:
         shown = changed[:MOST_RANKS]
         rows = ((f"rank {rank}, ", row) for rank in shown for row in found.ranks[rank] if row.before or row.after)
-        _print(out, "done by a rank itself", rows)
+        _print(out, "own work of", rows)
         if changed[MOST_RANKS:]:
             out.print(f"and {len(changed) - MOST_RANKS} more ranks that have changed (--json has all)")
     if same := len(found.ranks) - len(changed):

@@ -21,7 +21,7 @@ from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import operations
 from fusion_trace.read.spans import Span
 from fusion_trace.report import timeline
-from fusion_trace.report.curves import STEPS, Curves, sweep
+from fusion_trace.report.curves import Curves, replayed_steps, sweep
 from fusion_trace.report.timeline import DrawnStep
 from fusion_trace.simulate.model import CodecCosts
 
@@ -148,7 +148,7 @@ def analyse(
         paths=tuple(path for number, path in paths.items() if number in some),
         path=None if middle is None else paths[middle],
         longest=paths[ordered[-1]] if ordered else None,
-        curves=sweep(trace, _around(parts, middle), measure),
+        curves=sweep(trace, _around(parts, middle, replayed_steps(len(trace.hosts))), measure),
         # Last, since it asks for the operations of other traces, of which few are kept.
         drawn=() if middle is None else timeline.find(trace, parts, drawn, middle),
     )
@@ -216,12 +216,12 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[place * len(numbers) // most] for place in range(most)]
 
 
-def _around(parts: Sequence[Partition], middle: int | None) -> StepRange:
-    """Returns the steps around one, for a replay."""
+def _around(parts: Sequence[Partition], middle: int | None, count: int) -> StepRange:
+    """Returns so many steps around one, for a replay."""
     if middle is None:
         return StepRange(0, 0)
     numbers = sorted({part.number for part in parts})
     place = numbers.index(middle)
-    first = max(0, min(place - STEPS // 2, len(numbers) - STEPS))
-    kept = numbers[first : first + STEPS]
+    first = max(0, min(place - count // 2, len(numbers) - count))
+    kept = numbers[first : first + count]
     return StepRange(kept[0], kept[-1] + 1)

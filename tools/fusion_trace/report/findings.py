@@ -8,7 +8,7 @@ from statistics import fmean
 from fusion_trace.analyse.stragglers import Finding
 from fusion_trace.report import stragglers_page, summary_page
 from fusion_trace.report.figures import Report
-from fusion_trace.report.wording import duration, share
+from fusion_trace.report.wording import duration, interval, share
 
 EXPOSED = IDLE = 0.1  # of a step, from which on it is told
 _MOST = 3  # stragglers; the section about them has all
@@ -88,7 +88,4 @@ def _faster_links(report: Report) -> str:
     curves = report.curves
     if curves.told is None or not curves.faster:
         return ""
-    low, value, high = (duration(each * 1e9) for each in (curves.told.low, curves.told.value, curves.told.high))
-    return (
-        f" With links of {curves.faster / 1e9:g} Gbit/s a step would take {value} ({low} to {high}), by the simulator."
-    )
+    return f" With links of {curves.faster / 1e9:g} Gbit/s a step would take {interval(curves.told)}, by the simulator."

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from fusion_trace.analyse import critical_path
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.report import charts, overlap_page, runs, stragglers_page, summary_page, timeline
 from fusion_trace.report.charts import Chart
-from fusion_trace.report.curves import BANDWIDTHS
+from fusion_trace.report.curves import BANDWIDTHS, Curve
 from fusion_trace.report.figures import MOST_USED, Report
 from fusion_trace.report.findings import Told, findings
 from fusion_trace.report.runs import Run
-from fusion_trace.report.wording import Table, count, duration, share, size
+from fusion_trace.report.wording import Table, count, duration, interval, share, size
+from fusion_trace.simulate.calibration import Figure
 
 MOST_ROWS = 64
+LEAST_SHARE = 0.001  # of a step; activities on the path that are shorter are told together
 DOUBTFUL = 0.05  # of a replay; beyond that the sentence about it is a warning
 
 
@@ -209,7 +212,7 @@ def _links(report: Report) -> Section:
     title = "Links between hosts"
     if not links:
         what = "no chunk was recorded" if len(trace.hosts) > 1 else "all ranks are on one node"
-        return Section("links", title, told=(Told(f"There is nothing to show: {what}.", "", False),))
+        return Section("links", title, about=(f"There is nothing to show: {what}.",))
     busiest = max(links, key=lambda link: link.busy)
     told = Told(
         f"The link from {trace.link_of(busiest.source, busiest.target)} is the busiest: something is on it in "
@@ -227,6 +230,7 @@ def _links(report: Report) -> Section:
         )
         for link in sorted(links, key=lambda link: -link.nbytes)[:MOST_ROWS]
     )  # fmt: skip
+    payloads = [link.nbytes / 2**20 for link in links]
     head = ("from", "to", "payload", "chunks", "busy", "bandwidth", "latency", "clocks' error")
     return Section(
         "links",
@@ -240,19 +244,19 @@ def _links(report: Report) -> Section:
         ),
         beside=True,
         charts=(
-            charts.link_matrix(trace, links, [link.nbytes / 2**20 for link in links], "payload, MiB"),
+            charts.link_matrix(
+                trace, links, "payload, MiB", [(mib, f"{mib:,.{0 if mib >= 100 else 2}f}") for mib in payloads]
+            ),
             charts.link_matrix(
                 trace,
                 links,
-                [None if b is None else b * 8e-6 for b in (link.bandwidth for link in links)],
                 "bandwidth, Mbit/s",
+                [
+                    (None if link.bandwidth is None else link.bandwidth * 8e-6, _in_cell(bandwidth(link), " Mbit/s"))
+                    for link in links
+                ],
             ),
-            charts.link_matrix(
-                trace,
-                links,
-                [None if s is None else s * 1e6 for s in (link.latency for link in links)],
-                "latency, us",
-            ),
+            charts.link_matrix(trace, links, "latency, us", [_latency_cell(link) for link in links]),
         ),
         tables=(shortened(Table("Links", head, rows, 2), len(links)),),
     )
@@ -273,6 +277,19 @@ def _latency(link: LinkFigures) -> str:
     return f"below {duration(link.clock_error)}" if ns < link.clock_error else duration(ns)
 
 
+def _latency_cell(link: LinkFigures) -> tuple[float | None, str]:
+    """Returns the latency of a link in us, or the most that it may be, and how a matrix says it."""
+    if link.latency is None:
+        return None, ""
+    us, error = link.latency * 1e6, link.clock_error / 1e3
+    return (error, f"below<br>{error:,.0f}") if us < error else (us, f"{us:,.0f}")
+
+
+def _in_cell(told: str, unit: str) -> str:
+    """Returns a figure or range as a cell of a matrix has room for it."""
+    return told.removesuffix(unit).replace(" to ", " to<br>")
+
+
 def _path(report: Report) -> Section:
     path, longest, trace = report.path, report.longest, report.trace
     assert path is not None  # there are whole steps
@@ -288,16 +305,22 @@ def _path(report: Report) -> Section:
     )
     of_one, of_longest = critical_path.totals([path]), critical_path.totals([longest])
     every = dict.fromkeys([*sums, *of_one, *of_longest])
+    columns = (sums, whole), (of_one, path.ns), (of_longest, longest.ns)
+    shown = [what for what in every if any(its.get(what, 0) >= LEAST_SHARE * ns for its, ns in columns)][:MOST_ROWS]
+    rest = [sum(ns for what, ns in its.items() if what not in shown) for its, _ in columns]
     rows = [
         (
             *(what[0], what[1].named(trace)),
             *(duration(sums.get(what, 0) / len(report.paths)), share(sums.get(what, 0) / whole)),
             *(duration(its[what]) if what in its else "" for its in (of_one, of_longest)),
         )
-        for what in [*every][:MOST_ROWS]
+        for what in shown
     ]
-    columns = ("mean of a step", "share", f"step {path.step.number}", f"step {longest.step.number}, the longest")
-    table = shortened(Table("On the path", ("activity", "where", *columns), tuple(rows), 2), len(every))
+    if len(shown) < len(every):
+        less = (duration(rest[0] / len(report.paths)), share(rest[0] / whole), *(duration(ns) for ns in rest[1:]))
+        rows.append((f"{len(every) - len(shown)} others", "", *less))
+    head = ("mean of a step", "share", f"step {path.step.number}", f"step {longest.step.number}, the longest")
+    table = Table("On the path", ("activity", "where", *head), tuple(rows), 2)
     sum_of = ("all of it", "", duration(whole / len(report.paths)), share(1.0), duration(path.ns), duration(longest.ns))
     drawn = {path.step.number: (path, "of median length"), longest.step.number: (longest, "the longest")}
     return Section(
@@ -340,7 +363,7 @@ def _usage(report: Report) -> Section:
     shown = [(title, [each for each in curves if len(each[1].values)], unit) for title, curves, unit in kinds]
     shown = [each for each in shown if each[1]]
     if not shown:
-        return Section("usage", "Processors and memory", told=(Told("Nothing of it was recorded.", "", False),))
+        return Section("usage", "Processors and memory", about=("Nothing of it was recorded.",))
     rows = tuple(
         (
             charts.usage_name(trace, used),
@@ -379,33 +402,51 @@ def _whatif(report: Report) -> Section:
     curves = report.curves
     title = "What if links were faster, or slower"
     if not curves.curves:
-        return Section("whatif", title, told=(Told(f"Left out: {curves.why_not}.", "", False),))
+        return Section("whatif", title, about=(f"Left out: {curves.why_not}.",))
+    models = "1 model replays it" if curves.models == 1 else f"{curves.models} models replay it"
     told = Told(
-        f"The replay of the recording is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}: "
-        "predictions may be wrong by at least as much; `fusion-trace whatif` prints the interval of each, and "
-        "refuses those that the recording does not support.",
+        f"The replay of the recording is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}; "
+        f"{models} about as well. The interval of each prediction holds what all of them say.",
         "",
         abs(curves.error) > DOUBTFUL,
     )
     about = (
-        f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif) with every "
-        f"link of that bandwidth; latencies as recorded, codec {curves.codec}. The cross is the recording. The costs "
-        "of other codecs were measured on the machine that wrote this page.",
+        f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif, which takes "
+        f"steps of all lengths) with every link of that bandwidth; latencies as recorded, codec {curves.codec}. Bands "
+        "and parentheses are the intervals; the cross is the recording. The costs of other codecs were measured on the "
+        "machine that wrote this page.",
         *(f"Note: {problem}." for problem in curves.problems),
     )
     rows = tuple(
-        (f"{rate / 1e6:,.0f} Mbit/s", *(duration(curve.seconds[place] * 1e9) for curve in curves.curves))
+        (charts.rate_of(rate), *(_predicted(curve.steps[place]) for curve in curves.curves))
         for place, rate in enumerate(BANDWIDTHS)
     )
     head = ("every link", *(curve.title for curve in curves.curves))
+    refused = tuple(row for curve in curves.curves for row in _refused(curve))
     return Section(
         "whatif",
         title,
         told=(told,),
         about=about,
         charts=(charts.curve_chart(curves),),
-        tables=(Table("A step", head, rows),),
+        tables=(
+            Table("A step", head, rows),
+            *([Table("Not predicted", ("", "every link", "because"), refused, 3)] if refused else []),
+        ),
     )
+
+
+def _predicted(step: Figure | None) -> str:
+    return "not predicted" if step is None else interval(step)
+
+
+def _refused(curve: Curve) -> Iterator[tuple[str, str, str]]:
+    """Yields what is not predicted, and why: neighbours together, with the reason of the first."""
+    for because, its in groupby(zip(BANDWIDTHS, curve.refused, strict=True), key=lambda point: bool(point[1])):
+        if because:
+            first, *others = its
+            more = f" to {charts.rate_of(others[-1][0])}" if others else ""
+            yield curve.title, f"{charts.rate_of(first[0])}{more}", first[1]
 
 
 def shortened(table: Table, of: int) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import problems
+from fusion_trace.report.wording import count, problems
 from fusion_trace.simulate.calibration import Answer, Estimate, Figure
 from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.recorded import Recorded
@@ -43,15 +44,9 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 120
-    links = found.models[0].recorded.links
-    rates = [link.bandwidth * 8e-6 for link in links]
-    latencies = [link.latency * 1e6 for link in links]
-    burst = max(link.burst for link in links)
-    console.print(
-        f"{trace.job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, {len(recorded.every)} steps; "
-        f"links {min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} to "
-        f"{max(latencies):.0f} us{f' after bursts of {burst / 1e3:.0f} kB' if burst else ''}; {_encoded(recorded)}"
-    )
+    sizes = count(recorded.nodes, "node"), count(recorded.nodes * recorded.workers, "rank")
+    steps = count(len(recorded.every), "step")
+    console.print(f"{trace.job}: {', '.join((*sizes, steps))}; {_links(found)}{_encoded(recorded)}")
     table = Table()
     for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):
         table.add_column(column, justify="left" if not column else "right")
@@ -74,6 +69,23 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     for problem in recorded.problems:
         console.print(f"Note: {problem}.")
     problems(console, trace.problems)
+
+
+def _links(found: Answer) -> str:
+    """Says what the links of the best model are like."""
+    links = found.models[0].recorded.links
+    if len(links) < 2:
+        return ""
+    rates = _range([link.bandwidth * 8e-6 for link in links])
+    latencies = _range([link.latency * 1e6 for link in links])
+    burst = max(link.burst for link in links)
+    after = f" after bursts of {burst / 1e3:.0f} kB" if burst else ""
+    return f"links {rates} Mbit/s of payload, {latencies} us{after}; "
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (f"{pick(values):,.0f}" for pick in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def _models(number: int) -> str:

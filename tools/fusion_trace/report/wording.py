@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import rich.table
 from rich.console import Console
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from fusion_trace.simulate.calibration import Figure
 
 
 def duration(ns: float | None) -> str:
@@ -18,6 +22,15 @@ def duration(ns: float | None) -> str:
         if abs(ns) >= limit * 0.9995:
             return f"{_three(ns / limit)} {unit}"
     return f"{ns:.0f} ns"
+
+
+def interval(figure: Figure) -> str:
+    """Returns a figure in seconds as durations, with its interval, whose unit is that of the figure if none is said."""
+    value, low, high = (duration(each * 1e9) for each in (figure.value, figure.low, figure.high))
+    unit = value.partition(" ")[2]
+    if all(each.endswith(f" {unit}") for each in (low, high)):
+        low, high = (each.removesuffix(f" {unit}") for each in (low, high))
+    return f"{value} ({low} to {high})"
 
 
 def size(nbytes: float) -> str:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from fusion_trace.simulate import measuring
-from fusion_trace.simulate.changes import Change, Prediction, replay
+from fusion_trace.simulate.changes import Change, Prediction, on_links, replay
 from fusion_trace.simulate.model import CodecCosts, Costs
 from fusion_trace.simulate.recorded import Recorded
 from fusion_trace.simulate.sharing import slowed
@@ -34,7 +34,7 @@ WIDEST = 0.15  # half of what models say, of its middle; beyond that they disagr
 VAGUE = 0.3  # half of an interval, of its middle; beyond that a prediction is of no use
 QUEUED = 1e-3  # s of latency, beyond that of an idle link, that may be a queue
 MORE = 1.1  # times as many bytes as were recorded need a rate
-_NAMED = 3  # models, in a sentence
+ONE_NODE = "all ranks are on one node, so that nothing depends on links"
 _SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
 _OF_CODECS = ("contribute", "pack", "unpack", "add", "conclude", "write")
 Measure = Callable[[str], CodecCosts]
@@ -96,38 +96,72 @@ class Answer:
     refused: str = ""
 
 
-def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -> Answer:
-    """Replays a recorded job, and replays it with a change, if there is any.
+class Calibrated:
+    """A recorded job with the models that replay it: they predict any number of changes.
 
     Args:
-        measure: what a codec costs that the job did not use; by default it is measured here.
+        measure: what a codec costs that the job did not use; by default it is measured here, once.
 
-    Raises:
-        WhatIfError, AlgorithmError, CodecError: this cannot be.
+    Attributes:
+        models: those that are kept, the best first.
     """
-    told = _recorded(recorded)
-    kept = calibrate(recorded, measure)
-    best = kept[0]
-    replayed = _spread([each.replayed for each in kept], best.replayed)
-    wrong = abs(best.error) > MOST_WRONG
-    found = Answer(told, replayed, best.error, kept, refused=_too_wrong(best.error) if wrong else "")
-    if wrong or change == Change():
+
+    def __init__(self, recorded: Recorded, measure: Measure | None = None) -> None:
+        self.recorded = recorded
+        self.models = calibrate(recorded, measure)
+        self._costs = _Memory(measure or measuring.codec_costs)
+
+    def answer(self, change: Change) -> Answer:
+        """Replays the job with a change, if there is any.
+
+        Raises:
+            WhatIfError, AlgorithmError, CodecError: this cannot be.
+        """
+        recorded, best = self.recorded, self.models[0]
+        replayed = _spread([each.replayed for each in self.models], best.replayed)
+        alone = recorded.nodes == 1 and change.nodes in (None, 1)
+        wrong = abs(best.error) > MOST_WRONG
+        refused = _too_wrong(best.error) if wrong else ""
+        if alone and (change.bandwidth, change.latency) != (None, None):
+            refused = ONE_NODE
+        found = Answer(_recorded(recorded), replayed, best.error, self.models, refused=refused)
+        if refused or change == Change():
+            return found
+        tried = (*self.models, *_unknown(best, change))
+        raw = self._replays(tried, change)
+        corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(tried, raw, strict=True)]
+        middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
+        spread = _spread([p for pair in corrected for p in pair], middle)
+        unknown = (
+            recorded.assumed or recorded.machines is not None
+        )  # a chunk has come when its receiver has a processor
+        if unknown and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
+            return replace(found, refused=_no_rate(recorded, middle.sent))
+        if spread.step.width > WIDEST:
+            return replace(found, refused=_not_told(tried, corrected))
+        changed = _widened(spread, recorded)
+        if changed.step.width > VAGUE:
+            return replace(found, refused=_too_vague(changed.step))
+        return replace(found, changed=changed)
+
+    def _replays(self, tried: Sequence[Model], change: Change) -> list[Prediction]:
+        """Replays each model. Models may differ in nothing but links whose rate the change sets: they are replayed
+        once."""
+        made: list[tuple[Recorded, float, Prediction]] = []
+        found = []
+        for model in tried:
+            its = on_links(model.recorded, change)
+            told = next((told for other, scale, told in made if scale == model.scale and other == its), None)
+            if told is None:
+                told = replay(its, change, self._costs.times(model.scale))
+                made.append((its, model.scale, told))
+            found.append(told)
         return found
-    costs = _Memory(measure or measuring.codec_costs)
-    tried = (*kept, *_unknown(best, change))
-    raw = [replay(each.recorded, change, costs.times(each.scale)) for each in tried]
-    corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(tried, raw, strict=True)]
-    middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
-    spread = _spread([p for pair in corrected for p in pair], middle)
-    unknown = recorded.assumed or recorded.machines is not None  # a chunk has come when its receiver has a processor
-    if unknown and change.bandwidth is None and raw[0].sent > MORE * best.replayed.sent:
-        return replace(found, refused=_no_rate(recorded, middle.sent))
-    if spread.step.width > WIDEST:
-        return replace(found, refused=_not_told(tried, spread.step))
-    changed = _widened(spread, recorded)
-    if changed.step.width > VAGUE:
-        return replace(found, refused=_too_vague(changed.step))
-    return replace(found, changed=changed)
+
+
+def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -> Answer:
+    """Replays a recorded job with one change; see `Calibrated`."""
+    return Calibrated(recorded, measure).answer(change)
 
 
 def calibrate(recorded: Recorded, measure: Measure | None = None) -> tuple[Model, ...]:
@@ -164,7 +198,9 @@ def _with_work(recorded: Recorded, used: float, measure: Measure | None) -> Reco
     worked = replay(recorded, Change(), measure).worked
     if worked > used:
         return replace(recorded, costs=scaled(recorded.costs, used / worked))
-    byte = (used - worked) / max(2 * recorded.sent / recorded.nodes, 1.0)
+    if not recorded.sent:
+        return recorded
+    byte = (used - worked) / (2 * recorded.sent / recorded.nodes)
     return replace(recorded, costs=msgspec.structs.replace(recorded.costs, io_send=byte, io_receive=byte))
 
 
@@ -182,7 +218,9 @@ def _ways(recorded: Recorded) -> list[_Way]:
     ways = []
     for its in (recorded, *_with_bursts(recorded)):
         which = (
-            "" if its is recorded else f"links that let bursts of {max(link.burst for link in its.links):.0f} B pass"
+            ""
+            if its is recorded
+            else f"links that let bursts of {max(link.burst for link in its.links) / 1e3:.0f} kB pass"
         )
         ways += _with_links((which, its, 1.0))
         if its.machines is not None:
@@ -342,10 +380,11 @@ def _too_vague(step: Figure) -> str:
     )
 
 
-def _not_told(kept: Sequence[Model], step: Figure) -> str:
-    words = ", ".join(each.what for each in kept[:_NAMED])
-    words += f", and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
+def _not_told(tried: Sequence[Model], corrected: Sequence[tuple[Prediction, Prediction]]) -> str:
+    says = [(told.step, model.what) for model, pair in zip(tried, corrected, strict=True) for told in pair]
+    (low, one), (high, other) = min(says), max(says)
+    models = f"{one}, or {other}" if one != other else one
     return (
-        f"the recording does not decide: these models replay it equally well ({words}), and say {step.low * 1e3:.3g} "
-        f"to {step.high * 1e3:.3g} ms; record a job in which the changed part is not hidden behind another"
+        f"the recording does not decide: models that replay it about as well as each other say {low * 1e3:.3g} to "
+        f"{high * 1e3:.3g} ms ({models}); record a job in which the changed part is not hidden behind another"
     )

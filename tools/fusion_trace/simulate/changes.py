@@ -13,6 +13,7 @@ from fusion_rt import algorithms as chosen
 from fusion_rt import codecs
 from fusion_rt.core.errors import FusionError
 from fusion_trace.simulate import measuring
+from fusion_trace.simulate.daemons import SimulationError
 from fusion_trace.simulate.model import FRAMED, Bucket, Cluster, CodecCosts, Costs, Link
 from fusion_trace.simulate.programs import Action, Compute, Event, Gradient, Submit, Wait, around_steps
 from fusion_trace.simulate.recorded import Recorded, Tensor
@@ -104,14 +105,19 @@ def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCos
     algorithm = change.algorithm or "allreduce"
     spec = chosen.parse(algorithm)
     spec.check(ranks)
-    shifted = [_taken_in_turn(plain, rank, len(recorded.numbers)) for rank in range(ranks)]
+    alike = _alike(plain)
+    shifted = [_taken_in_turn(plain, rank, alike) for rank in range(ranks)]
     adapted = [_for_algorithm(program, len(buckets), spec) for program in shifted]
-    links = tuple(_link(recorded.links[node % recorded.nodes], change) for node in range(nodes))
+    its = on_links(recorded, change).links
+    links = tuple(its[node % recorded.nodes] for node in range(nodes))
     machines, processors = _machines(recorded.machines, nodes)
     cluster = Cluster(
         links, recorded.workers, costs, max(recorded.chunk_bytes, 4096), machines=machines, processors=processors
     )
-    outcome = Job(cluster, adapted, buckets, algorithm, codec).run()
+    try:
+        outcome = Job(cluster, adapted, buckets, algorithm, codec).run()
+    except SimulationError as error:
+        raise WhatIfError(f"the recording cannot be replayed so: {error}") from None
     return _prediction(outcome, len(recorded.numbers), nodes)
 
 
@@ -141,11 +147,28 @@ def _plain(step: Sequence[Event]) -> list[Action]:
     return [event for event in step if not isinstance(event, Gradient)]
 
 
-def _taken_in_turn(plain: list[list[list[Action]]], rank: int, steps: int) -> list[list[Action]]:
-    """Returns the program of a rank: that of the recorded one whose turn it is, begun at another step each time
-    round."""
+def _alike(plain: list[list[list[Action]]]) -> list[list[int]]:
+    """Returns the places of steps in which every rank hands over the same, and that may stand for each other.
+
+    Others may not: a tensor that is reduced once, or in every n-th step, would be handed over by some ranks in one step
+    and by the others in another, and all would wait forever.
+    """
+    found: dict[tuple[frozenset[int], ...], list[int]] = {}
+    for place in range(len(plain[0])):
+        handed = tuple(frozenset(a.bucket for a in program[place] if isinstance(a, Submit)) for program in plain)
+        found.setdefault(handed, []).append(place)
+    return list(found.values())
+
+
+def _taken_in_turn(plain: list[list[list[Action]]], rank: int, alike: list[list[int]]) -> list[list[Action]]:
+    """Returns the program of a rank: that of the recorded one whose turn it is, each time round with other ones of the
+    steps that are alike."""
     program, offset = plain[rank % len(plain)], rank // len(plain)
-    return [program[(number + offset) % steps] for number in range(steps)]
+    found = list(program)
+    for places in alike:
+        for turn, place in enumerate(places):
+            found[place] = program[places[(turn + offset) % len(places)]]
+    return found
 
 
 def _without_stragglers(programs: Sequence[Sequence[Sequence[Event]]]) -> tuple[tuple[tuple[Event, ...], ...], ...]:
@@ -235,6 +258,11 @@ def _for_algorithm(program: list[list[Action]], buckets: int, spec: chosen.Algor
 
 
 # --- links and codecs -------------------------------------------------------------------------------------------------
+
+
+def on_links(recorded: Recorded, change: Change) -> Recorded:
+    """Returns the recording on the links that the change says, if it says any."""
+    return replace(recorded, links=tuple(_link(link, change) for link in recorded.links))
 
 
 def _link(link: Link, change: Change) -> Link:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +26,8 @@ from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import Ints
-from fusion_trace.read.operations import Operation, Operations, Step, operations, pairs, steps_of, within
-from fusion_trace.read.spans import union
+from fusion_trace.read.operations import Operation, Operations, Step, operations, steps_of
+from fusion_trace.read.span_columns import pair_columns, union_of
 from fusion_trace.simulate.links import links_of
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
 from fusion_trace.simulate.programs import Compute, Event, Gradient, Submit, Wait
@@ -318,8 +318,9 @@ def _rows(trace: JobTrace, worker: Process, step: Step) -> Iterable[tuple[int, i
 
 def _waited(worker: Process, steps: Sequence[Step]) -> tuple[float, ...]:
     """Returns for how long each step was kept waiting (s)."""
-    waits = union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
-    return tuple(ns / S for ns in within(steps, waits))
+    waits = union_of(*pair_columns(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
+    begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
+    return tuple((waits.within(begin, end) / S).tolist())
 
 
 def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
@@ -377,22 +378,21 @@ def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problem
 
 def _chunk_costs(trace: JobTrace, share: float) -> tuple[float | None, float]:
     """Returns the seconds for a chunk, and for each of its bytes, that daemons take for what has come."""
-    sizes: dict[int, list[float]] = defaultdict(list)
+    sizes, times = [], []
     for daemon in trace.daemons.values():
-        opened: dict[tuple[int, int], tuple[int, int]] = {}
         records = daemon.of(Kind.REDUCE_BEGIN, Kind.REDUCE_END)
         of_peers = records[records["peer"] != NOBODY]
         records = of_peers if len(of_peers) else records  # what is done for chunks, if it can be told
-        columns = (records[f].tolist() for f in ("kind", "time", "name", "clock", "value"))
-        for kind, time, name, clock, value in zip(*columns, strict=True):
-            if kind == Kind.REDUCE_BEGIN:
-                opened[name, clock] = time, value
-            elif (name, clock) in opened:
-                begin, nbytes = opened.pop((name, clock))
-                sizes[nbytes].append((time - begin) / S)
-    if not sizes:
+        records = records[np.lexsort((records["clock"], records["name"]))]
+        begins, ends = records[:-1], records[1:]
+        follows = (begins["kind"] == Kind.REDUCE_BEGIN) & (ends["kind"] == Kind.REDUCE_END)
+        follows &= (begins["name"] == ends["name"]) & (begins["clock"] == ends["clock"])
+        sizes.append(begins["value"][follows])
+        times.append((ends["time"] - begins["time"])[follows] / S)
+    nbytes, took = (np.concatenate(each or [np.zeros(0)]) for each in (sizes, times))
+    if not len(nbytes):
         return None, 0.0
-    medians = {nbytes: float(np.quantile(times, share)) for nbytes, times in sizes.items()}
+    medians = {int(each): float(np.quantile(took[nbytes == each], share)) for each in (nbytes.min(), nbytes.max())}
     largest, smallest = max(medians), min(medians)
     if largest < 2 * smallest + 1024:  # all of one size
         return medians[largest] / 2, medians[largest] / 2 / max(largest, 1)

@@ -120,7 +120,9 @@ class Job:
         self.simulator.run()
         stuck = [worker.rank for worker in self.workers if not worker.done]
         if stuck:
-            raise SimulationError(f"{len(stuck)} ranks wait forever, the first of them rank {stuck[0]}")
+            raise SimulationError(
+                f"{len(stuck)} of {len(self.workers)} ranks wait forever, the first of them rank {stuck[0]}"
+            )
         return Outcome(
             tuple(tuple(worker.ends) for worker in self.workers),
             tuple(tuple(worker.waited) for worker in self.workers),
