@@ -47,7 +47,10 @@ class Softsync(Algorithm):
 
     def check(self, ranks: int) -> None:
         if self.contributions > ranks:
-            raise AlgorithmError(f"{self} waits for {self.contributions} contributions, and there are {ranks} ranks")
+            raise AlgorithmError(
+                f"{self} waits for {self.contributions} contributions, and there are {ranks} ranks; use fewer "
+                "contributions, or more ranks"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Partial(Algorithm):
         if self.backup >= ranks:
             raise AlgorithmError(
                 f"{self} would wait for no rank: there are {ranks} ranks, and {self.backup} are backups; use "
-                "fewer backups"
+                "fewer backups, or more ranks"
             )
 
 

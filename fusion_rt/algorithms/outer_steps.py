@@ -146,4 +146,7 @@ class Decoupled(OuterFragments):
 
     def check(self, ranks: int) -> None:
         if self.quorum > ranks:
-            raise AlgorithmError(f"{self} waits for {self.quorum} learners, and there are {ranks} ranks")
+            raise AlgorithmError(
+                f"{self} waits for {self.quorum} learners, and there are {ranks} ranks; use a smaller quorum, or more "
+                "ranks"
+            )

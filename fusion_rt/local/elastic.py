@@ -39,10 +39,11 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
     """A worker has left membership epoch `epoch`, or was not in it yet, and waits for a later one. `error`: why; empty
-    if hosts changed."""
+    if hosts changed. `is_unfit`: since no epoch with as many ranks is of use."""
 
     epoch: int
     error: str = ""
+    is_unfit: bool = False
 
 
 class Assignment(msgspec.Struct, frozen=True, tag="assignment"):
@@ -143,7 +144,7 @@ class AgentConnection:
                 self._removed = message
         return found
 
-    def rejoin(self, error: str = "") -> Assignment | Removed:
+    def rejoin(self, error: str = "", is_unfit: bool = False) -> Assignment | Removed:
         """Asks for this worker's place in the next membership epoch and waits for it, as long as the launcher does.
 
         What was heard before of hosts that changed is forgotten: the next epoch takes it into account.
@@ -152,7 +153,7 @@ class AgentConnection:
             FusionError: the agent is gone, or says what makes no sense.
         """
         try:
-            self._socket.send(encode(Rejoin(self.epoch, error[: MAX_PACKET // 8])))
+            self._socket.send(encode(Rejoin(self.epoch, error[: MAX_PACKET // 8], is_unfit)))
         except OSError:
             raise self._gone() from None
         while self._removed is None:
@@ -208,18 +209,19 @@ def agent() -> AgentConnection | None:
     return _connection
 
 
-def move(connection: AgentConnection, error: str = "") -> None:
+def move(connection: AgentConnection, error: str = "", is_unfit: bool = False) -> None:
     """Waits for this worker's place in the next membership epoch, and takes it: its variables are in `os.environ` then.
 
     Args:
         connection: what `agent` gave.
         error: why the worker has left the epoch before; empty if hosts changed.
+        is_unfit: no epoch with as many ranks is of use.
 
     Raises:
         SystemExit: there is no place for this worker any more. It has said so on standard error.
         FusionError: the agent is gone.
     """
-    answer = connection.rejoin(error)
+    answer = connection.rejoin(error, is_unfit)
     if isinstance(answer, Removed):
         print(f"fusion_rt: this worker leaves the job: {answer.reason}", file=sys.stderr, flush=True)
         raise SystemExit(0)

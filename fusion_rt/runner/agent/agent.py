@@ -288,7 +288,7 @@ class Agent:
     # Workers
 
     def _on_rejoin(self, slot: int, message: elastic.Rejoin) -> None:
-        self._spawn(self._tell_soon(agent_messages.Asked(slot, message.epoch, message.error)))
+        self._spawn(self._tell_soon(agent_messages.Asked(slot, message.epoch, message.error, message.is_unfit)))
 
     async def _tell_soon(self, message: agent_messages.FromAgent) -> None:
         """Tells the launcher something, and before that, if that is why, of the end of the daemon."""

@@ -59,6 +59,7 @@ class Epochs:
         self._crashes: Counter[str] = Counter()
         self._resets = 0  # changes that count for the limit
         self._filled: set[Place] = set()  # in any epoch
+        self._unfit: dict[int, str] = {}  # why so many workers are of no use, by their number
         self._next = NextPlaces(blacklist, self._hosts, self._newcomers, limits.most)
         self._is_abandoned = False
         self._start = FirstStart()
@@ -167,10 +168,13 @@ class Epochs:
         self._hosts.note_answer(host)
         self._look()
 
-    def asked(self, host: str, slot: int, number: int, error: str) -> None:
+    def asked(self, host: str, slot: int, number: int, error: str, is_unfit: bool = False) -> None:
         """A worker has left an epoch and asks for the next one, or a new one asks for its first; `error`: why, or empty
-        if hosts have changed."""
+        if hosts have changed. `is_unfit`: no epoch with as many workers is of use, which is no fault."""
         place = (host, slot)
+        if is_unfit and number == self.number and place in self._workers.states:
+            self._unfit[len(self._workers.states)] = error
+            error = ""
         self._hosts.note_answer(host)
         if place in self._newcomers.present:
             if self._newcomers.ask(place):
@@ -299,18 +303,20 @@ class Epochs:
         places = self._next.who_have_asked() if self._start.is_over else self._next.all_slots(listening=True)
         need = self._limits.wanted if first else self._limits.least
         still = first and not all(self._hosts.listens(host) for host in self._hosts.present)
-        if places is not None and places.size >= need and not still:
+        are_enough = places is not None and places.size >= need
+        unfit = self._unfit.get(places.size, "") if places is not None and are_enough else ""
+        if places is not None and are_enough and not still and not unfit:
             self._begin(places)
-        elif self._clock() >= self._since + self._limits.timeout and not self._hosts.are_starting:
-            self._fail(
-                f"the job needs {need} workers, and the slots there are ({self._slots()}) did not suffice for "
-                f"{self._limits.timeout:g} s (--elastic-timeout)"
-            )
+            return
+        slots, limit = f"the slots there are ({self._slots()})", f"{self._limits.timeout:g} s (--elastic-timeout)"
+        if self._clock() >= self._since + self._limits.timeout and not self._hosts.are_starting:
+            lacks = f"the job needs {need} workers, and {slots} did not suffice for {limit}"
+            self._fail(f"no more workers have come for {limit}: {unfit}" if unfit else lacks)
         elif self._clock() >= self._since + _TELL_S and not self._has_told:
             self._has_told = True
+            waits = f"waiting for {need} workers; {slots} do not suffice; at most {limit}"
             self._control.say(
-                f"fusionrun: waiting for {need} workers; the slots there are ({self._slots()}) do not suffice; at most "
-                f"{self._limits.timeout:g} s (--elastic-timeout)"
+                "fusionrun: " + (f"waiting for more workers, at most {limit}, since {unfit}" if unfit else waits)
             )
 
     @property

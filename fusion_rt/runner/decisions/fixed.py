@@ -95,7 +95,7 @@ class Fixed:
     def started(self, host: str, number: int) -> None:
         """Nothing depends on it."""
 
-    def asked(self, host: str, slot: int, number: int, error: str) -> None:
+    def asked(self, host: str, slot: int, number: int, error: str, is_unfit: bool = False) -> None:
         """Nothing: there is no other epoch."""
 
     def ended(self, host: str, slot: int, failure: Failure | None) -> None:

@@ -231,8 +231,8 @@ class Launch:
                 decisions.missed(name, epoch, lost)
             case agent_messages.WorkersUp():
                 self._reach(phases.WORKERS, name)
-            case agent_messages.Asked(slot, epoch, error):
-                decisions.asked(name, slot, epoch, error.strip())
+            case agent_messages.Asked(slot, epoch, error, is_unfit):
+                decisions.asked(name, slot, epoch, error.strip(), is_unfit)
             case agent_messages.Exited(slot, unused=True):
                 decisions.unused(name, slot)
             case agent_messages.Exited(slot, status, killed):

@@ -263,6 +263,7 @@ class Asked(msgspec.Struct, frozen=True, tag="asked"):
     slot: int
     epoch: int
     error: str
+    is_unfit: bool = False
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):

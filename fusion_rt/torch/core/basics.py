@@ -88,6 +88,7 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
         _check_comm(comm, where.size)
         if agent is not None and agent.expected is not None:
             enter(provisional(where, agent.expected, settings))
+            sets.register(())
             return
         try:
             join(where, settings, static)

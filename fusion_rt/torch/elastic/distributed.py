@@ -22,8 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_rt.algorithms import AlgorithmError
+from fusion_rt.core.errors import MixingError
 from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
+from fusion_rt.torch.core.process_sets import global_process_set
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic import mirrors
 from fusion_rt.torch.elastic.commits import Saver
@@ -147,6 +150,17 @@ class DistributedHandler(Saver):
         # What all know is kept by the loader of each node, until it is where it belongs.
         common = common if loads else replace(common, homes={})
         checkpoint.settle(common, replace(own, homes={}, total=None, rates=common.rates), loads)
+
+    def why_unfit(self) -> str:
+        """Returns why as many ranks as there are cannot use this optimizer; empty if they can. One of a process set
+        belongs to the ranks of one membership."""
+        options = self.value._sync.options
+        try:
+            if options.process_set is global_process_set:
+                options.check(runtime().size)
+        except (AlgorithmError, MixingError) as error:
+            return str(error)
+        return ""
 
     @property
     def _checkpoint(self) -> Checkpoint:

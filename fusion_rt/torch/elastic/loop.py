@@ -46,6 +46,10 @@ class Passage:
             if self.survival.agreed is None:
                 move(self._agent, self._why)
             state.on_reset()
+            while unfit := state._why_unfit():  # on all ranks; the launcher waits for others
+                self.survival.agreed = None
+                move(self._agent, unfit, is_unfit=True)
+                state.on_reset()
         all_skip, state._root = self.survival.join(self._skip_sync, self._has_values)
         if all_skip:
             state._resume()

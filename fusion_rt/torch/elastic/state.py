@@ -167,6 +167,10 @@ class State:
             HorovodInternalError: a rank is gone.
         """
 
+    def _why_unfit(self) -> str:
+        """Returns why as many ranks as there are cannot train this; empty if they can. The same on all ranks."""
+        return ""
+
     def _standing(self) -> list[Standing]:
         """Returns how far this rank has come with the samples of each of its samplers, for `_follow`."""
         return []
@@ -341,6 +345,9 @@ class TorchState(ObjectState):
         for distributed in self._distributed():
             distributed.deal()
         self.save()
+
+    def _why_unfit(self) -> str:
+        return next(filter(None, (distributed.why_unfit() for distributed in self._distributed())), "")
 
     def _standing(self) -> list[Standing]:
         return [sampler.standing() for sampler in self._samplers()]

@@ -130,10 +130,16 @@ def _fit_together(clocks: Sequence[Sequence[ShardClock | None]]) -> bool:
     return True
 
 
-def move(agent: elastic.AgentConnection, why: str) -> None:
-    """Leaves this membership epoch, and joins the next one; over the same connection if its daemon is the same."""
+def move(agent: elastic.AgentConnection, why: str, is_unfit: bool = False) -> None:
+    """Leaves this membership epoch, and joins the next one; over the same connection if its daemon is the same.
+
+    Args:
+        agent: the connection to the launcher's agent.
+        why: why this rank leaves; empty if hosts have changed.
+        is_unfit: no epoch with as many ranks is of use.
+    """
     step_out()
-    elastic.move(agent, why)
+    elastic.move(agent, why, is_unfit)
     init()
     enter_all(runtime())
 
@@ -241,7 +247,7 @@ class Survival:
         clocks = tuple(sync.when.shard_clock() for sync in everyone())
         return Report(
             has_values=True,
-            stays=self._stays,
+            stays=self._stays and not self._state._why_unfit(),
             generation=exchanges.generation,
             completed=exchanges.completed,
             begun=exchanges.begun,

@@ -75,6 +75,9 @@ class ActivePlan:
             reduction: how contributions are combined.
             replanning: the tuner of plans, if there is one.
             may_be_late: updates can be applied one step late.
+
+        Raises:
+            AlgorithmError, MixingError: so many ranks cannot do this; on all of them.
         """
         if self.made or self._proposed is not None:
             return
@@ -82,6 +85,7 @@ class ActivePlan:
             self.made = True
             return
         process_set = id_of(self.here, self._options.process_set, "allreduce")
+        self._options.check(len(self.here.client.process_sets[process_set].ranks))  # no other membership would help
         # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
         # joined, took no part in some of their proposals.
         specs = tuple(map(self._spec, order.values()))

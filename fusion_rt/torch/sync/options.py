@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion_rt import algorithms, wire
+from fusion_rt import algorithms, codecs, wire
 from fusion_rt.torch.autotune.replanning import Replanning
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
@@ -42,6 +42,10 @@ class Options:
     def algorithm(self) -> algorithms.Algorithm:
         """The algorithm by which the ranks' work becomes one model."""
         return algorithms.parse(self.reduction.algorithm)
+
+    def check(self, ranks: int) -> None:
+        """Raises `AlgorithmError`, or `MixingError`, if so many ranks cannot do this."""
+        algorithms.check_use(self.algorithm, codecs.parse(self.reduction.codec), self.reduction.op, ranks)
 
 
 @dataclass(frozen=True)

@@ -201,13 +201,13 @@ class World:
         self.listening.discard(host)
         self.epochs.daemon_down(host, self.daemons[host][1], DaemonFailure(host, -9, "", f"host {host}"))
 
-    def ask(self, *hosts: str, error: str = "a peer is gone") -> None:
+    def ask(self, *hosts: str, error: str = "a peer is gone", is_unfit: bool = False) -> None:
         """The workers of hosts leave the epoch: all, if none is named."""
         number = self.epochs.number
         for host, slot in sorted(self.running):
             if not hosts or host in hosts:
                 self.running.discard((host, slot))
-                self.epochs.asked(host, slot, number, error)
+                self.epochs.asked(host, slot, number, error, is_unfit)
 
     def unused(self, *hosts: str) -> None:
         """The agents of hosts have ended their workers, which had not begun yet."""
@@ -843,6 +843,48 @@ def test_a_job_waits_no_longer_than_it_may() -> None:
     assert world.last_words() == (
         "fusionrun: the job needs 2 workers, and the slots there are (a:1) did not suffice for 60 s "
         "(--elastic-timeout); before that: host b: it burns"
+    )
+
+
+def test_a_job_that_as_many_workers_are_no_use_for_waits_for_another_number() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 1, timeout=60, resets=2))
+    world.up()
+    for fault in range(2):
+        world.wait(61)
+        world.fail("c")
+        world.ask()
+        if not fault:  # the others have to see it once
+            assert world.places is not None
+            assert world.places.size == 2
+            world.start_up()
+            world.ask(error="three are asked for", is_unfit=True)
+        assert world.epochs.number == 2 + fault
+        world.answer()
+        world.listen()
+        world.wait(30)
+        assert world.said[-1] == (
+            "fusionrun: waiting for more workers, at most 60 s (--elastic-timeout), since three are asked for"
+        )
+        world.knock()
+        world.start_up()
+        assert world.places is not None
+        assert world.places.size == 3
+    assert world.ended is None, "that a number is no use is no fault, and no reset"
+
+
+def test_a_job_that_as_many_workers_are_no_use_for_waits_no_longer_than_it_may() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 1, timeout=60))
+    world.up()
+    world.lose("c")
+    world.find("a:1,b:1")
+    world.ask()
+    world.start_up()
+    world.ask(error="three are asked for", is_unfit=True)
+    world.wait(59)
+    assert world.ended is None
+    world.wait(2)
+    assert world.last_words() == (
+        "fusionrun: no more workers have come for 60 s (--elastic-timeout): three are asked for"
     )
 
 

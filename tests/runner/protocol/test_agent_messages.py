@@ -29,6 +29,7 @@ FROM_AGENT = [
     agent_messages.DaemonLog(b"x"),
     agent_messages.Exited(0, -11),
     agent_messages.Asked(1, 2, "rank 3 is gone"),
+    agent_messages.Asked(1, 2, "four are asked for", is_unfit=True),
     agent_messages.Exited(1, -9, unused=True),
     agent_messages.Stopped(),
 ]

@@ -13,6 +13,7 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import Topology
 from fusion_rt.launchers.environment import Environment
 from fusion_rt.settings import Settings
+from fusion_rt.torch.core.process_sets import register
 from fusion_rt.torch.core.provisional import provisional
 from fusion_rt.torch.core.runtime import enter, leave
 
@@ -22,6 +23,7 @@ WHERE = Environment(2, 3, 0, "job", 1, "/nowhere/sock")
 @pytest.fixture(autouse=True)
 def member() -> Iterator[None]:
     enter(provisional(WHERE, Topology(("a", "b"), ((0, 1), (2,))), Settings()))
+    register(())
     yield
     leave()
 
@@ -33,14 +35,18 @@ def test_it_has_the_ranks_that_it_is_to_have() -> None:
         *(1, 2),
     )
     assert not hvd.is_homogeneous()
+    assert hvd.global_process_set.included()
     hvd.init()  # once more
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "topk(density=0.1)"}, {"algorithm": "local_sgd(steps=4)"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "topk(density=0.1)"}, {"algorithm": "bsp"}, {"algorithm": "local_sgd(steps=4)"}]
+)
 def test_everything_is_built_and_the_state_is_saved(options: dict[str, Any]) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+    assert str(optimizer._sync.options.algorithm).startswith(options.get("algorithm", "allreduce"))
     sampler = hvd.elastic.ElasticSampler(list(range(10)))
     assert len(sampler) == 4
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)

@@ -141,7 +141,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
     def run(state: Recorder, train: Callable[..., str], others_skip: bool = True) -> list[str]:
         monkeypatch.setattr(loop, "runtime", lambda: SimpleNamespace(rank=0, size=2))
-        monkeypatch.setattr(loop, "move", lambda agent, why: state.log.append(f"move ({why})"))
+
+        def move(agent: object, why: str, is_unfit: bool = False) -> None:
+            state.log.append(f"move ({why}{', unfit' if is_unfit else ''})")
+
+        monkeypatch.setattr(loop, "move", move)
         monkeypatch.setattr(loop.Survival, "join", lambda _, skips_sync, has_values: (skips_sync and others_skip, 0))
         loop.train(train, state, SimpleNamespace(expected=None))  # type: ignore[arg-type]
         return state.log
@@ -158,6 +162,14 @@ def test_an_error_leads_to_the_next_epoch_however_often(
     log = launched(Leaving(), play(*(HorovodInternalError(text) for text in "ab"), "done"))
     assert log == ["sync", "train", "restore", "move (a)", *LAST[:-1], "train", "restore", "move (b)", *LAST]
     assert caplog.messages == [f"2 ranks go on from the last commit, since {why}" for why in "ab"]
+
+
+def test_ranks_that_are_too_few_leave_at_once_and_say_so(launched: Callable[..., list[str]]) -> None:
+    state = Leaving()
+    why = iter(["four are asked for", ""])
+    state._why_unfit = lambda: next(why)  # type: ignore[method-assign]
+    log = launched(state, play(HorovodInternalError("a"), "done"))
+    assert log == ["sync", "train", "restore", "move (a)", "on_reset", "move (four are asked for, unfit)", *LAST]
 
 
 def test_new_hosts_lead_to_the_next_epoch_with_the_values_as_they_are(launched: Callable[..., list[str]]) -> None:
