@@ -42,6 +42,9 @@ class Passage:
             FusionError: the agent is gone.
         """
         state = self._state
+        if not self._agent.trains:
+            self._agent.trains = True
+            runtime().client.watch = None
         if self._why is not None:
             if self.survival.agreed is None:
                 move(self._agent, self._why)
