@@ -117,7 +117,7 @@ class Membership:
 
     def became_up(self) -> bool:
         """Returns whether this node has come up; true once in an epoch."""
-        if self._reported or not self.mesh_up or len(self.joined) < len(self.local):
+        if self._reported or not self.mesh_up or not self.all_came:
             return False
         self._reported = True
         return True
@@ -137,8 +137,8 @@ class Membership:
         ranks = [rank for rank in self.local if rank not in self.joined]
         if ranks:
             return f"{self._topology.describe(ranks)} did not connect to the daemon"
-        if self.hears_from_coordinator:
-            first = self.coordinator
+        first = self.coordinator
+        if self._node != first:  # only the coordinator hears who is up
             return f"node {first} did not say that every node is up: {self._topology.describe_node(first)}"
         late = [n for n in self.nodes if self.nodes_up.get(n) != self.epoch and n != self._node]
         if not late:
@@ -147,9 +147,9 @@ class Membership:
         return f"node{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come up: {who}"
 
     @property
-    def hears_from_coordinator(self) -> bool:
-        """True if the workers of this node are there, and only another node, the coordinator, knows who else is."""
-        return self._node != self.coordinator and len(self.joined) >= len(self.local)
+    def all_came(self) -> bool:
+        """True if every worker of this node has come."""
+        return len(self.joined) >= len(self.local)
 
 
 def not_ours(hello: wire.Hello, job: str, formation: int | None = None) -> str:

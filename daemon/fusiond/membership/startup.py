@@ -23,7 +23,8 @@ from fusiond.transport.probe import FEW, LinkProbe
 
 _log = logging.getLogger("fusiond")
 _LATE = 0.8  # of the start's time-out
-_LAST_WORDS = 3.0  # seconds in which the coordinator, whose clock may be behind, can say who is late
+_COORDINATORS = 0.05  # of it, in which nodes can say that their own workers are late before the coordinator names them
+_OTHERS = 0.1  # of it, in which the coordinator can say who is late before nodes speak that do not know
 
 
 class Starting:
@@ -210,10 +211,11 @@ class Starting:
         self.start(start)
 
     def _timed_out(self) -> None:
-        if self._membership.hears_from_coordinator and not self._unreached():
-            self._timer = self._loop.call_later(_LAST_WORDS, self._give_up)  # it knows who is late, and will say so
-        else:
+        if not self._membership.all_came or self._unreached():
             self._give_up()
+            return
+        share = _COORDINATORS if self._config.node == self._membership.coordinator else _OTHERS
+        self._timer = self._loop.call_later(share * self._settings.start_timeout, self._give_up)
 
     def _give_up(self) -> None:
         who = self._membership.missing()
