@@ -12,15 +12,19 @@
 Each job trains the same small net on scikit-learn's digits for so many seconds, each rank at its own pace, and writes a
 file with the curve of rank 0's model, which needs no exchange; the last point is of the model that all ranks agree on
 (`hvd.consensus`). Ranks that take fewer steps are waited for at the end only (`hvd.join`), so that algorithms that wait
-for nobody are compared fairly. `--slow 0.05` makes the last rank wait so long in each step; `--plot` needs matplotlib.
+for nobody are compared fairly. `--slow 0.05` makes the last rank wait so long in each step; `--plot` needs matplotlib,
+which `pip install '.[examples]'` brings.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
 import time
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +98,8 @@ def train(options: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def plot(folder: Path) -> Path:
-    """Draws all curves, those of one way in one colour; returns the picture's file."""
+    """Draws all curves, those of one way in one colour: a thin line for each seed, a thick one for their median, and a
+    mark for the model that all ranks agree on at the end. Returns the picture's file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -104,27 +109,52 @@ def plot(folder: Path) -> Path:
     for file in sorted(folder.glob("*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
         curves[found["way"]].append(found["curve"])
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for number, (way, its) in enumerate(curves.items()):
-        for place, curve in enumerate(its):
-            losses = [point["loss"] for point in curve]
-            for axis, name, scale in ((axes[0], "seconds", 1.0), (axes[1], "bytes", 1e-6)):
-                along = [point[name] * scale for point in curve]
-                axis.plot(along, losses, color=f"C{number}", alpha=0.7, label="" if place else way)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
+    for axis, name, scale in ((axes[0], "seconds", 1.0), (axes[1], "bytes", 1e-6)):
+        for number, (way, its) in enumerate(curves.items()):
+            colour = f"C{number}"
+            for curve in its:
+                along, losses = [point[name] * scale for point in curve], [point["loss"] for point in curve]
+                axis.plot(along[:-1], losses[:-1], color=colour, linewidth=0.7, alpha=0.5)
+                axis.plot(along[-1:], losses[-1:], "D", color=colour, markeredgecolor="black", markersize=6)
+            middle = median([curve[:-1] for curve in its])
+            along, losses = [point[name] * scale for point in middle], [point["loss"] for point in middle]
+            axis.plot(along, losses, color=colour, linewidth=2, label="" if axis is axes[1] else way)
+    axes[0].plot([], [], "D", color="white", markeredgecolor="black", label="model of all ranks, at the end")
     axes[0].set(xlabel="seconds", ylabel="loss on test images", yscale="log")
-    axes[1].set(xlabel="MB that host 0 has sent", xscale="symlog", xlim=(0, None))
-    axes[1].legend()
-    figure.tight_layout()
+    axes[1].set(xlabel="MB that host 0 has sent")
+    sent = [point["bytes"] * 1e-6 for its in curves.values() for curve in its for point in curve if point["bytes"]]
+    if sent:  # by several hosts
+        axes[1].set(xlabel="MB that host 0 has sent (logarithmic)", xscale="log", xlim=(min(sent) / 2, max(sent) * 2))
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(folder / "curves.png", dpi=120)
     return folder / "curves.png"
+
+
+def median(curves: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """Returns a curve whose points are medians: of first points, of second points, and so on, which were taken at the
+    same times. It ends with the shortest one."""
+    together = zip(*curves, strict=False)
+    return [{name: statistics.median(point[name] for point in points) for name in points[0]} for points in together]
+
+
+def lacking() -> str:
+    """Returns a sentence if `--plot` cannot draw here; an empty one if it can."""
+    if find_spec("matplotlib"):
+        return ""
+    return "--plot needs matplotlib, which is not installed: pip install '.[examples]'"
 
 
 def main() -> None:
     options = make_parser().parse_args()
     if options.plot:
+        if why := lacking():
+            sys.exit(f"compare.py: {why}")
         print(plot(options.plot))
         return
     hvd.init()
+    if options.out and hvd.rank() == 0 and (why := lacking()):  # curves may be drawn on another machine
+        print(f"compare.py: {why}", file=sys.stderr, flush=True)
     torch.set_num_threads(1)
     settings = Settings.from_env()
     way = f"{settings.algorithm} {settings.compression}"

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fusion_rt import algorithms
 from fusion_rt.choice.candidates import Setting
-from fusion_rt.choice.codec_costs import ALLREDUCE
+from fusion_rt.choice.codec_costs import ALLREDUCE, cost_of
 from fusion_rt.choice.prediction import Conditions, Prediction, predict, rate_text
 from fusion_rt.core.cost import CostModel
 
+_STEP, _MODELS = 1.02, 90  # how much smaller each model is than the one before, and how many: down to a sixth
 _LITTLE = 0.2  # share of a step that may be communication before the advice looks further
 _TENSORS = 32  # gradients that a model is taken to have; each is the same share of what those before it leave
 _LARGEST = (
@@ -110,11 +111,23 @@ def conditions_of(
 def advise(conditions: Conditions, threshold: int) -> Advice:
     """Predicts all ways, and chooses one; `threshold`: bytes of the largest bucket."""
     predictions = tuple(
-        predict(conditions, Setting(threshold, codec=way.codec, late=False, algorithm=way.algorithm)) for way in WAYS
+        _cautious(conditions, Setting(threshold, codec=way.codec, late=False, algorithm=way.algorithm)) for way in WAYS
     )
     little = (way for way, one in zip(WAYS, predictions, strict=True) if one.exposed <= _LITTLE * one.step)
     fastest = min(zip(WAYS, predictions, strict=True), key=lambda pair: pair[1].step)[0]
     return Advice(conditions.computing, conditions.nodes, predictions, next(little, fastest))
+
+
+def _cautious(conditions: Conditions, setting: Setting) -> Prediction:
+    """Predicts the cost of a setting for the slowest of models up to this one.
+
+    A codec sends tensors below its minimum whole. So a model whose second tensor is just above the minimum takes half
+    the time of a smaller one. Nobody has told the sizes of tensors, and such luck is not to be counted on.
+    """
+    if not cost_of(setting.codec).minimum:
+        return predict(conditions, setting)
+    models = (tuple(round(nbytes / _STEP**place) for nbytes in conditions.tensors) for place in range(_MODELS))
+    return max((predict(replace(conditions, tensors=model), setting) for model in models), key=lambda one: one.step)
 
 
 def tell(conditions: Conditions, advice: Advice, flags: str, command: str) -> str:

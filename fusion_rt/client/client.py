@@ -50,6 +50,7 @@ class Client:
         own_memory: says which tensors the daemon takes where they lie.
         adoptions: the tensors that were moved into the arena (`FUSION_MEMORY=adopt`).
         messages: from one rank to another.
+        watch: called with the kind of each operation that is begun here; None if nobody wants to know.
         wait, poll: the channel's.
 
     Raises:
@@ -76,6 +77,7 @@ class Client:
         self.wait, self.poll = self.channel.wait, self.channel.poll
         self.arena = Arena(self._offer, self._drop)
         self.own_memory = OwnMemory(packets.peer_credentials(sock)[0])
+        self.watch: Callable[[str], None] | None = None
         self._in_flight: set[tuple[int, str]] = set()
         self._groups: dict[int, str] = {}  # keys, by id
         stacks_fd, stack_signal = stacks.offer()
@@ -171,6 +173,8 @@ class Client:
             ValueError: an operation of this name is still under way here.
             FusionError: too many names have been used, or there is no such group.
         """
+        if self.watch is not None:
+            self.watch(signature.kind)
         process_set = signature.process_set
         if wire.is_group(process_set):
             return self._submit_in_group(signature, inline, place, splits, receives, into, seconds, release, keeps)
@@ -275,6 +279,8 @@ class Client:
 
     def propose(self, proposal: wire.Proposal) -> Operation:
         """Asks for a plan; the answer is the operation's `plan`."""
+        if self.watch is not None:
+            self.watch("optimizer step")
         operation = self.channel.begin(proposal.group)
         self._send(wire.Propose(operation.handle, proposal))
         return operation

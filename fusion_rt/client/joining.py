@@ -11,6 +11,8 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.local import packets
 
+_DAEMONS_FIRST = 1.2  # of the time-out: daemons, which know who is late, speak first
+
 
 class DaemonGone(FusionError):
     """The daemon ended before it had answered this worker, and has not said why."""
@@ -53,7 +55,7 @@ def await_welcome(
     Args:
         sock: connected to the daemon.
         rank: this worker's.
-        timeout: seconds.
+        timeout: of the daemons, for the start (s).
         skip_answers: answers to a previous client may still come first.
         formation: in an elastic job, the membership epoch that is joined; earlier ones may have failed.
 
@@ -61,6 +63,7 @@ def await_welcome(
         DaemonGone: the daemon ends without an answer.
         FusionError: the daemon refuses this worker, or the job does not come up in time.
     """
+    timeout *= _DAEMONS_FIRST
     deadline = time.monotonic() + timeout
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)

@@ -107,6 +107,7 @@ class AgentConnection:
     Attributes:
         epoch: the membership epoch that this worker has a place in, or that ran when it was started.
         expected: the topology as it is to be with this worker, as long as it has no place in an epoch.
+        trains: this worker has come to its training function.
 
     Raises:
         FusionError: the agent cannot be reached.
@@ -116,6 +117,7 @@ class AgentConnection:
         self.epoch = int(environ[EPOCH])
         text = environ.get(PROVISIONAL)
         self.expected = msgspec.json.decode(text, type=Topology) if text else None
+        self.trains = False
         self._removed: Removed | None = None  # heard while news of hosts was looked for
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 
@@ -64,6 +64,19 @@ def test_a_larger_model_never_takes_less_time() -> None:
     for place, name in enumerate(NAMES):
         steps = [advised(25.0, computing=0.03, model=size)[1].predictions[place].step for size in sizes]
         assert all(more >= 0.9 * less for less, more in pairwise(steps)), (name, steps)
+
+
+@pytest.mark.parametrize("mbit", [10.0, 100.0])
+@pytest.mark.parametrize("computing", [0.002, 0.01])
+def test_a_tensor_that_is_just_large_enough_to_be_compressed_makes_no_step_shorter(
+    mbit: float, computing: float
+) -> None:
+    """Between 0.33 and 0.34 MB the second tensor reaches top-k's minimum of 64 KB, and half of the bytes are gone."""
+    place = NAMES.index("topk(density=0.01)")
+    sizes = [0.1e6 * 1.01**number for number in range(400)]
+    steps = [advised(mbit, computing=computing, model=size)[1].predictions[place].step for size in sizes]
+    longest = accumulate(steps, max)  # of a model of this size, and of all smaller ones
+    assert all(step >= 0.95 * longer for step, longer in zip(steps, longest, strict=True)), steps
 
 
 def test_what_is_told_where_dense_gradients_do_not_pay_off() -> None:

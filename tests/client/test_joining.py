@@ -72,7 +72,7 @@ def test_a_daemon_that_ends_without_having_looked_who_is_there(daemon: Daemon) -
 
 
 def test_a_job_that_does_not_come_up_in_time(daemon: Daemon) -> None:
-    with pytest.raises(FusionError, match=r"rank 1 waited 0.05 s for the other processes"):
+    with pytest.raises(FusionError, match=r"rank 1 waited 0.06 s for the other processes"):
         Client(daemon.path, "job", 1, 0.05)
 
 

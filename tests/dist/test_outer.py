@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_rt.torch as hvd
 from fusion_rt.dist import local_steps
-from tests.dist.script import START, backward, loss_of, make_model, process_group
+from tests.dist.script import START, backward, bits, loss_of, make_model, process_group
 from tests.harness import Job, on_ranks
 
 
@@ -99,6 +99,30 @@ def test_ranks_of_ddp_take_local_steps(algorithm: str, period: int, outer: dict[
             train(model, optimizer, [step])
             expected.step(step)
             assert_like(model.module, expected.models[hvd.rank()])
+
+
+@on_ranks
+def test_ranks_of_ddp_have_models_of_their_own_until_they_are_averaged_or_agree() -> None:
+    """As docs/from-ddp.md says, which names no optimizer."""
+    with process_group():
+        model = DistributedDataParallel(make_model())
+        optimizer = local_steps(torch.optim.Adam(model.parameters(), lr=0.01), model, "diloco(steps=100)")
+        replicas = Replicas([[0], [1], [2], [3]], 100, {"lr": 0.7, "momentum": 0.9, "nesterov": True})
+        for step in range(3):
+            train(model, optimizer, [step])
+            replicas.step(step)
+        own = bits(model)
+        assert len(set(hvd.allgather_object(own))) == 4, "what rank 0 would save is no model of the job"
+        each = zip(*(replica.parameters() for replica in replicas.models), strict=True)
+        means = [torch.stack([parameter.detach() for parameter in of_ranks]).mean(0) for of_ranks in each]
+        with hvd.averaged(model=model):
+            averaged = bits(model)
+            for parameter, mean in zip(model.parameters(), means, strict=True):
+                torch.testing.assert_close(parameter.detach(), mean, rtol=1e-4, atol=1e-6)
+        assert set(hvd.allgather_object(averaged)) == {averaged}
+        assert bits(model) == own, "the training goes on as if nothing had been averaged"
+        hvd.consensus(model=model)
+        assert set(hvd.allgather_object(bits(model))) == {averaged}
 
 
 @pytest.mark.parametrize(("algorithm", "period", "outer"), ALGORITHMS)

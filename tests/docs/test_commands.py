@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(r"(?:^<!-- not run: ([^\n]*) -->\n)?^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Hosts that pages name, and addresses of this one: daemons of their own, and no ssh.
+# Hosts that pages name, and addresses of this one: daemons of their own, and no ssh. Names of this one stay.
 HOSTS = {
     "host1": "127.0.0.1",
     "host2": "localhost",
@@ -131,7 +131,7 @@ def local(command: str) -> str:
 
     def addressed(match: re.Match[str]) -> str:
         hosts = (host.partition(":") for host in match[1].split(","))
-        return "-H " + ",".join(HOSTS[name] + colon + slots for name, colon, slots in hosts)
+        return "-H " + ",".join(HOSTS.get(name, name) + colon + slots for name, colon, slots in hosts)
 
     for page, here in (
         ("--network-interface eth0", "--network-interface lo"),

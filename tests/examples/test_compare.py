@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples.compare import median, plot
 from tests.harness import run_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,12 +35,59 @@ def test_a_job_leaves_the_curve_of_the_model_that_all_ranks_agree_on(
     assert found["curve"][-1]["loss"] < 0.9 * found["curve"][0]["loss"]
 
 
-def test_curves_of_several_seeds_and_ways_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[bench]'")
-    from examples.compare import plot
+def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, "--plot", tmp_path], capture_output=True, text=True, env=environ, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == ("compare.py: --plot needs matplotlib, which is not installed: pip install '.[examples]'\n")
 
+
+def test_a_median_is_of_points_that_were_taken_at_the_same_time() -> None:
+    curves = [[{"seconds": s, "loss": loss} for s, loss in enumerate(losses)] for losses in ([3, 9, 1], [5, 2], [4, 4])]
+    assert median(curves) == [{"seconds": 0, "loss": 4}, {"seconds": 1, "loss": 4}]
+
+
+def write_curves(folder: Path, sent: float) -> None:
     for way in ("allreduce dense", "adpsgd dense"):
-        for seed in (0, 1):
-            curve = [{"step": s, "seconds": s / 50, "bytes": 1e5 * s, "loss": 2.3 / (1 + s)} for s in (0, 20, 40)]
-            (tmp_path / f"{way}-{seed}.json").write_text(json.dumps({"way": way, "curve": curve}))
-    assert plot(tmp_path).read_bytes().startswith(b"\x89PNG")
+        for seed in (0, 1, 2):
+            curve = [
+                {"step": s, "seconds": s / 50, "bytes": sent * s, "loss": (2.3 + seed) / (1 + s)} for s in (0, 20, 40)
+            ]
+            (folder / f"{way}-{seed}.json").write_text(json.dumps({"way": way, "curve": curve}))
+
+
+@pytest.fixture
+def figure() -> Callable[[Path], Any]:
+    """Draws the curves of a folder, and returns the figure."""
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib: pip install '.[examples]'")
+
+    def draw(folder: Path) -> Any:
+        assert plot(folder).read_bytes().startswith(b"\x89PNG")
+        return pyplot.gcf()
+
+    return draw
+
+
+def test_each_seed_has_a_line_and_a_mark_and_each_way_a_median(tmp_path: Path, figure: Callable[[Path], Any]) -> None:
+    write_curves(tmp_path, 1e5)
+    drawn = figure(tmp_path)
+    for axis, scale in zip(drawn.axes, (1 / 50, 0.1), strict=True):
+        lines = [[list(value) for value in line.get_data()] for line in axis.get_lines() if len(line.get_xdata())]
+        for way in range(2):
+            of_way = lines[7 * way : 7 * way + 7]
+            for seed in range(3):
+                assert of_way[2 * seed] == [[0, 20 * scale], [2.3 + seed, pytest.approx((2.3 + seed) / 21)]]
+                assert of_way[2 * seed + 1] == [[pytest.approx(40 * scale)], [pytest.approx((2.3 + seed) / 41)]]
+            assert of_way[6] == of_way[2], "the median of three seeds is the second one"
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == [
+        "adpsgd dense", "allreduce dense", "model of all ranks, at the end",
+    ]  # fmt: skip
+    assert (drawn.axes[1].get_xscale(), drawn.axes[1].get_xlim()) == ("log", (1.0, 8.0))
+
+
+def test_bytes_of_a_job_on_one_host_which_sends_none_are_drawn(tmp_path: Path, figure: Callable[[Path], Any]) -> None:
+    write_curves(tmp_path, 0)
+    assert figure(tmp_path).axes[1].get_xscale() == "linear"

@@ -117,7 +117,7 @@ class Membership:
 
     def became_up(self) -> bool:
         """Returns whether this node has come up; true once in an epoch."""
-        if self._reported or not self.mesh_up or len(self.joined) < len(self.local):
+        if self._reported or not self.mesh_up or not self.all_came:
             return False
         self._reported = True
         return True
@@ -137,13 +137,19 @@ class Membership:
         ranks = [rank for rank in self.local if rank not in self.joined]
         if ranks:
             return f"{self._topology.describe(ranks)} did not connect to the daemon"
-        hosts = self._topology.hosts
         first = self.coordinator
         if self._node != first:  # only the coordinator hears who is up
-            return f"node {first} (host {hosts[first]}) did not say that every node is up"
+            return f"node {first} did not say that every node is up: {self._topology.describe_node(first)}"
         late = [n for n in self.nodes if self.nodes_up.get(n) != self.epoch and n != self._node]
-        nodes = [f"{n} (host {hosts[n]})" for n in late]
-        return f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)} did not come up"
+        if not late:
+            return "every node came up, but not all links between them were measured"
+        who = ", ".join(self._topology.describe_node(node) for node in late)
+        return f"node{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come up: {who}"
+
+    @property
+    def all_came(self) -> bool:
+        """True if every worker of this node has come."""
+        return len(self.joined) >= len(self.local)
 
 
 def not_ours(hello: wire.Hello, job: str, formation: int | None = None) -> str:

@@ -23,6 +23,8 @@ from fusiond.transport.probe import FEW, LinkProbe
 
 _log = logging.getLogger("fusiond")
 _LATE = 0.8  # of the start's time-out
+_COORDINATORS = 0.05  # of it, in which nodes can say that their own workers are late before the coordinator names them
+_OTHERS = 0.1  # of it, in which the coordinator can say who is late before nodes speak that do not know
 
 
 class Starting:
@@ -209,19 +211,31 @@ class Starting:
         self.start(start)
 
     def _timed_out(self) -> None:
+        if not self._membership.all_came or self._unreached():
+            self._give_up()
+            return
+        share = _COORDINATORS if self._config.node == self._membership.coordinator else _OTHERS
+        self._timer = self._loop.call_later(share * self._settings.start_timeout, self._give_up)
+
+    def _give_up(self) -> None:
         who = self._membership.missing()
-        hosts = self._config.topology.hosts
-        nodes = [] if self._mesh is None else self._mesh.missing()
-        if nodes:
-            missing = ", ".join(f"{node} (host {hosts[node]})" for node in nodes)
-            who = f"the daemons of nodes {missing} could not be reached from host {hosts[self._config.node]}"
-        self._failed(f"the job did not come up within {self._settings.start_timeout:g} s: {who}")
+        if nodes := self._unreached():
+            topology = self._config.topology
+            missing = ", ".join(f"{node} (host {topology.hosts[node]})" for node in nodes)
+            who = f"the daemons of nodes {missing} could not be reached from host {topology.hosts[self._config.node]}"
+        self._failed(
+            f"the job did not come up within {self._settings.start_timeout:g} s: {who}; raise --start-timeout "
+            "(HOROVOD_START_TIMEOUT) if a busy host or a slow link needs longer (docs/troubleshooting.md)"
+        )
+
+    def _unreached(self) -> list[int]:
+        return [] if self._mesh is None else self._mesh.missing()
 
     def unreached(self) -> list[int]:
         """Returns the nodes that have not come up, though the time for that is as good as over. (Another node's clock
         may be the first to say that it is.)"""
         is_late = time.monotonic() - self._began >= _LATE * self._settings.start_timeout
-        return self._mesh.missing() if self._mesh is not None and is_late and not self._membership.started else []
+        return self._unreached() if is_late and not self._membership.started else []
 
 
 def _path(one: int, other: int, link: CostModel) -> wire.Path:

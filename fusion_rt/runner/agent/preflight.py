@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import fusion_rt
 from fusion_rt.core.errors import FusionError
+from fusion_rt.core.wording import counted
 from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.runner.protocol.agent_messages import Job, Versions
 from fusion_rt.units import MIB
@@ -98,8 +99,8 @@ def _memory(workers: int) -> str:
     available = _available_memory()
     if available < needed:
         return (
-            f"only {available / MIB:.0f} MiB of memory are available, and {workers} workers need at least "
-            f"{needed / MIB:.0f} MiB for their buckets; free some, or run fewer workers there"
+            f"only {available / MIB:.0f} MiB of memory are available, and buckets of {counted(workers, 'worker')} need "
+            f"at least {needed / MIB:.0f} MiB; free some, or run fewer workers there"
         )
     try:
         fd = os.memfd_create("fusion-preflight", os.MFD_CLOEXEC)

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+from fusion_rt.core.wording import counted
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.decisions.blacklist import Blacklist
 from fusion_rt.runner.decisions.first_start import FirstStart
@@ -100,9 +101,8 @@ class Epochs:
         if self._over or not self._hosts.forget(host):
             return
         self._newcomers.lose(host)
-        seconds = self._blacklist.add(host)
+        left_out = self._leave_out(host)
         had_workers = self._workers.lose(host)
-        left_out = f"the host is left out for {seconds:.0f} s"
         if had_workers or self.number == 0:
             self._workers.note(failure)
         if had_workers:
@@ -122,18 +122,19 @@ class Epochs:
         if self._over or not self._hosts.note_down(host, serial):
             return
         self._crashes[host] += 1
-        is_broken = self._crashes[host] >= _CRASHES
-        if is_broken:
+        left_out = ""
+        if self._crashes[host] >= _CRASHES:
             self._crashes[host] = 0
             if isinstance(failure, HostFailure):  # it never listens
                 self.refused(failure)
                 return
-            self._blacklist.add(host)
+            left_out = f"; {self._leave_out(host)}"
         if self._takes_part(host):
             self._workers.note(failure)
+            self._workers.reasons[-1] += left_out
             self._break()
         else:
-            self._control.say(f"fusionrun: {in_short(failure)}")
+            self._control.say(f"fusionrun: {in_short(failure)}{left_out}")
         self._hosts.start_daemon(host)
         self._look()
 
@@ -231,7 +232,7 @@ class Epochs:
         if not self._start.is_over:
             self._start.fail(place[0], self.number)
         if not self._start.is_over or not self._limits.restarts or place in workers.given_up:
-            self._blacklist.add(place[0])
+            workers.reasons[-1] += f"; {self._leave_out(place[0])}"
         elif told := self._newcomers.fail(place, workers.failures[-1]):
             self._control.say(f"fusionrun: {told}")
         self._break()
@@ -246,9 +247,12 @@ class Epochs:
             failure = HostFailure(place[0], (f"the worker that was to be rank {newcomer.rank} was killed: {late}",))
         told = self._newcomers.fail(place, failure) or in_short(failure)
         if not self._limits.restarts:
-            seconds = self._blacklist.add(place[0])
-            told = f"{in_short(failure)}; host {place[0]} is left out for {seconds:.0f} s"
+            told = f"{in_short(failure)}; {self._leave_out(place[0])}"
         self._control.say(f"fusionrun: {told}")
+
+    def _leave_out(self, host: str) -> str:
+        """Leaves a host out for a while; returns for how long, in words."""
+        return f"the host is left out for {self._blacklist.add(host):.0f} s"
 
     def _break(self) -> None:
         """A worker or daemon is gone. While the epoch is coming up, the others might wait for it for long."""
@@ -310,11 +314,11 @@ class Epochs:
             return
         slots, limit = f"the slots there are ({self._slots()})", f"{self._limits.timeout:g} s (--elastic-timeout)"
         if self._clock() >= self._since + self._limits.timeout and not self._hosts.are_starting:
-            lacks = f"the job needs {need} workers, and {slots} did not suffice for {limit}"
+            lacks = f"the job needs {counted(need, 'worker')}, and {slots} did not suffice for {limit}"
             self._fail(f"no more workers have come for {limit}: {unfit}" if unfit else lacks)
         elif self._clock() >= self._since + _TELL_S and not self._has_told:
             self._has_told = True
-            waits = f"waiting for {need} workers; {slots} do not suffice; at most {limit}"
+            waits = f"waiting for {counted(need, 'worker')}; {slots} do not suffice; at most {limit}"
             self._control.say(
                 "fusionrun: " + (f"waiting for more workers, at most {limit}, since {unfit}" if unfit else waits)
             )

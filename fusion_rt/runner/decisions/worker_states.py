@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from enum import Enum
 
+from fusion_rt.core.wording import counted
 from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.decisions.outcome import Failure, HostFailure, WorkerGaveUp, in_short
 from fusion_rt.runner.decisions.places import Place, Places
@@ -150,15 +151,14 @@ class WorkerStates:
             if host not in before:
                 reasons.append(f"host {host} was added")
             elif places.count(host) > was:
-                reasons.append(f"host {host} has {places.count(host)} workers now")
+                reasons.append(f"host {host} has {counted(places.count(host), 'worker')} now")
             elif slots.get(host, was) < was:
                 reasons.append(f"host {host} has room for {slots[host]} now")
         now = {*slots, *places.names}
         reasons += [f"host {host} was removed" for host in before if host not in now]
         why = "; ".join(dict.fromkeys(reasons)) or self._first_error()
-        workers = "1 worker" if places.size == 1 else f"{places.size} workers"
         hosts = ("host " if len(places.names) == 1 else "hosts ") + ", ".join(places.names)
-        return f"fusionrun: membership epoch {number}: {workers} on {hosts} ({why})"
+        return f"fusionrun: membership epoch {number}: {counted(places.size, 'worker')} on {hosts} ({why})"
 
     def _rank(self, place: Place) -> int:
         assert self.places is not None

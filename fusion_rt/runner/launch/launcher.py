@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
+from fusion_rt.core.wording import counted
 from fusion_rt.host.bootstrap import EpochOver
 from fusion_rt.runner.decisions.blacklist import Blacklist
 from fusion_rt.runner.decisions.fixed import Fixed
@@ -289,7 +290,8 @@ class Launch:
         self.topology = places.topology
         if self._plan.elastic is not None:
             self._output.change(places.size)
-            self._note(f"epoch {number} begins with {places.size} workers on {len(places.names)} hosts")
+            workers, hosts = counted(places.size, "worker"), counted(len(places.names), "host")
+            self._note(f"epoch {number} begins with {workers} on {hosts}")
 
     # The end
 

@@ -19,7 +19,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.torch.core import process_sets as sets
 from fusion_rt.torch.core import recording
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.core.provisional import provisional
+from fusion_rt.torch.core.provisional import provisional, warn_of_operations
 from fusion_rt.torch.core.rendezvous import open_store
 from fusion_rt.torch.core.runtime import (
     Runtime,
@@ -66,7 +66,7 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
     In an elastic job a membership epoch may not come about, because another worker has died, for example. Then `init`
     asks the launcher for a place in the next one, until an epoch begins or the launcher ends the job. A worker that is
     started while the others train joins nothing yet: it has its future ranks, and no operations, until it reaches the
-    function of `elastic.run`.
+    function of `elastic.run`. At the start of a job a warning tells of operations before that.
 
     Args:
         comm: Horovod's; None, or all ranks, as a list or an MPI communicator.
@@ -92,6 +92,8 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
             return
         try:
             join(where, settings, static)
+            if agent is not None and not agent.trains:
+                warn_of_operations(runtime())
             return
         except FusionError as error:
             if agent is None:

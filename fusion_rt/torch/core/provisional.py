@@ -1,7 +1,10 @@
-"""The membership of a worker of an elastic job that begins while the others train, until it has a place among them."""
+"""The membership of a worker of an elastic job that begins while the others train, until it has a place among them; and
+a warning at the start of such a job of what these workers cannot do."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any, NoReturn
 
 from fusion_rt import wire
@@ -10,6 +13,11 @@ from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
 from fusion_rt.launchers.environment import Environment
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core.runtime import Runtime
+
+_WHERE = (
+    "operations of all ranks belong into the function of hvd.elastic.run, which brings the state to all of them "
+    "(docs/elastic.md)"
+)
 
 
 class ProvisionalClient:
@@ -55,11 +63,30 @@ class ProvisionalClient:
     def __getattr__(self, name: str) -> NoReturn:
         raise FusionError(
             f"rank {self.rank} is a new worker of an elastic job that runs, and the others are in the middle of the "
-            "training function: operations of all ranks belong into the function of hvd.elastic.run, which brings the "
-            "state to all of them (docs/elastic.md)"
+            f"training function: {_WHERE}"
         )
 
 
 def provisional(where: Environment, topology: Topology, settings: Settings) -> Runtime:
     """Makes the membership of a worker that has no place yet; arguments as those of `ProvisionalClient`."""
     return Runtime(where, ProvisionalClient(where, topology, settings), None)  # type: ignore[arg-type]
+
+
+def warn_of_operations(here: Runtime) -> None:
+    """Has rank 0 warn of its next operation, which a worker that begins later could not take part in."""
+    if here.rank == 0:
+        here.client.watch = lambda kind: _warn(here, kind)
+
+
+def _warn(here: Runtime, kind: str) -> None:
+    here.client.watch = None
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __name__.split(".")[0]:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        f"{kind} outside of the training function of an elastic job: now all ranks are here, but a worker that comes "
+        f"later will fail at this line: {_WHERE}",
+        RuntimeWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+    )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.core.wording import counted
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.state import State
@@ -42,6 +43,9 @@ class Passage:
             FusionError: the agent is gone.
         """
         state = self._state
+        if not self._agent.trains:
+            self._agent.trains = True
+            runtime().client.watch = None
         if self._why is not None:
             if self.survival.agreed is None:
                 move(self._agent, self._why)
@@ -57,7 +61,10 @@ class Passage:
             state.sync()
         self._has_values = True
         if self._why and runtime().rank == 0:
-            _log.warning("%d ranks go on from the last commit, since %s", runtime().size, self._why.splitlines()[0])
+            size = runtime().size
+            go = "goes" if size == 1 else "go"
+            why = self._why.splitlines()[0]
+            _log.warning("%s %s on from the last commit, since %s", counted(size, "rank"), go, why)
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
         """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""

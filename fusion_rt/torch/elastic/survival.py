@@ -230,7 +230,9 @@ class Survival:
             exchanges.end(exchange)
         self._state._on_survived()
         if runtime().rank == 0:
-            _log.warning("a rank was lost: the step that was under way is left out, and %d go on", runtime().size)
+            size = runtime().size
+            go = "goes" if size == 1 else "go"
+            _log.warning("a rank was lost: the step that was under way is left out, and %d %s on", size, go)
 
     def _move(self, why: HorovodInternalError, daemon: str, dropped: Sequence[Exchange]) -> None:
         move(self._agent, str(why))

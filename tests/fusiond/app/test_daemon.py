@@ -500,7 +500,10 @@ def test_a_job_that_does_not_come_up_names_who_is_missing(daemons: MakeDaemons) 
     job = daemons(2, HOROVOD_START_TIMEOUT="3s").start()
     with pytest.raises(FusionError) as raised:
         job.join([1])
-    assert str(raised.value) == "the job did not come up within 3 s: rank 0 (host host0) did not connect to the daemon"
+    assert str(raised.value) == (
+        "the job did not come up within 3 s: rank 0 (host host0) did not connect to the daemon; raise --start-timeout "
+        "(HOROVOD_START_TIMEOUT) if a busy host or a slow link needs longer (docs/troubleshooting.md)"
+    )
 
 
 # --- start-up errors --------------------------------------------------------------------------------------------------

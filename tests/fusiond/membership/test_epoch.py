@@ -59,19 +59,26 @@ def test_who_is_missing() -> None:
     assert membership.missing() == "rank 2 (host a) did not connect to the daemon"
     membership.joined.add(2)
     membership.nodes_up[0] = 0
-    assert membership.missing() == "node 1 (host b) did not come up"
+    assert membership.missing() == "node 1 did not come up: rank 1 (host b)"
 
 
 def test_only_the_coordinator_knows_which_node_is_missing() -> None:
     membership = Membership(TWO, 1)
     membership.joined.add(1)
-    assert membership.missing() == "node 0 (host a) did not say that every node is up"
+    assert membership.missing() == "node 0 did not say that every node is up: ranks 0,2 (host a)"
+
+
+def test_links_that_are_still_measured_are_no_fault_of_a_node() -> None:
+    membership = Membership(TWO, 0)
+    membership.joined.update((0, 2))
+    membership.nodes_up.update({0: 0, 1: 0})
+    assert membership.missing() == "every node came up, but not all links between them were measured"
 
 
 def test_several_nodes_are_missing() -> None:
     membership = Membership(Topology(("a", "b", "c"), ((0,), (1,), (2,))), 0)
     membership.joined.add(0)
-    assert membership.missing() == "nodes 1 (host b), 2 (host c) did not come up"
+    assert membership.missing() == "nodes 1, 2 did not come up: rank 1 (host b), rank 2 (host c)"
 
 
 def test_a_new_epoch_begins_when_all_local_workers_have_left_and_come_back() -> None:
@@ -179,7 +186,7 @@ def test_nodes_that_are_not_in_the_view_are_not_waited_for() -> None:
     for node in (1, 2):
         assert not membership.all_up
         membership.nodes_up[node] = 0
-    assert membership.missing() == "node 3 (host d) did not come up"
+    assert membership.missing() == "node 3 did not come up: host d (no workers)"
     membership.nodes_up[3] = 0
     up = membership.all_up
     assert up
@@ -187,4 +194,4 @@ def test_nodes_that_are_not_in_the_view_are_not_waited_for() -> None:
     follower.view_begins(View(1, (1, 2, 3)), 1)
     assert not follower.follow({1: 1})
     assert follower.follow({1: 1, 2: 1})
-    assert follower.missing() == "node 1 (host b) did not say that every node is up"
+    assert follower.missing() == "node 1 did not say that every node is up: rank 1 (host b)"

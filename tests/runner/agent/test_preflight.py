@@ -104,7 +104,7 @@ def test_too_little_memory_is_told_in_numbers(host: Host, monkeypatch: pytest.Mo
     monkeypatch.setattr(preflight, "_available_memory", lambda: 100 * 2**20)
     assert host.problems(slots=3) == []
     (problem,) = host.problems(slots=4)
-    assert problem.startswith("only 100 MiB of memory are available, and 4 workers need at least 128 MiB")
+    assert problem.startswith("only 100 MiB of memory are available, and buckets of 4 workers need at least 128 MiB")
 
 
 def test_shared_memory_that_cannot_be_had_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

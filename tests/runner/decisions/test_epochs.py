@@ -586,7 +586,8 @@ def test_without_replacements_a_failed_worker_costs_its_host_and_nobody_else() -
     assert world.places.ranks == {("b", 0): 0, ("c", 0): 1}
     assert world.waiting == [("b", 0), ("c", 0)]
     assert world.said == [
-        "fusionrun: membership epoch 2: 2 workers on hosts b, c (rank 0 on host a was killed by SIGKILL)"
+        "fusionrun: membership epoch 2: 2 workers on hosts b, c (rank 0 on host a was killed by SIGKILL; the host is "
+        "left out for 10 s)"
     ]
 
 
@@ -681,6 +682,7 @@ def test_a_host_whose_daemon_crashes_again_is_left_out() -> None:
     world.ask()
     assert world.places.ranks == {("b", 0): 0}
     assert world.calls[-2:] == [("begin", 4), ("release", "a")]
+    assert world.said[-1].endswith("the host is left out for 10 s)")
 
 
 def test_a_job_that_needs_all_waits_for_a_daemon_that_has_crashed() -> None:
@@ -1092,7 +1094,8 @@ def test_a_job_that_has_no_state_yet_may_begin_again() -> None:
     assert world.places.names == ("a", "b")
     assert world.waiting == []
     assert world.said == [
-        "fusionrun: membership epoch 2: 2 workers on hosts a, b (rank 0 on host c was killed by SIGKILL)"
+        "fusionrun: membership epoch 2: 2 workers on hosts a, b (rank 0 on host c was killed by SIGKILL; the host is "
+        "left out for 10 s)"
     ]
     world.fail("a")
     world.fail("b", status=3)

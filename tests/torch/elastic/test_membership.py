@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import random
 import signal
+import warnings
 from typing import Any
 
 import pytest
@@ -231,3 +233,57 @@ def test_an_epoch_that_does_not_come_about_is_left_for_the_next(late: bool) -> N
     check(results)
     assert results[0]["sizes"] == [2] * 24
     assert results[0]["resets"] == [2]  # the epoch that never was is none
+
+
+def begin_outside(worker: Worker) -> list[tuple[str, str, str]]:
+    """Submits operations before the training function and in it; returns the warnings, with their lines of code."""
+    hvd.init()
+    model = linear()
+    state: Any = hvd.elastic.TorchState(model)
+
+    @hvd.elastic.run
+    def run(state: Any) -> float:
+        worker.say(float(hvd.allreduce(torch.ones(1), op=hvd.Sum)))
+        return float(worker.listen())
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.barrier()
+        run(state)
+        hvd.barrier()
+    own = [warning for warning in found if warning.category is RuntimeWarning]
+    return [(w.category.__name__, str(w.message), linecache.getline(w.filename, w.lineno).strip()) for w in own]
+
+
+def test_rank_0_warns_at_the_start_of_what_a_worker_that_comes_later_cannot_do() -> None:
+    with ElasticJob(begin_outside, hosts={"a": 2}) as job:
+        assert job.reports() == [2.0] * 2
+        job.tell(1)
+        (warning,), none = job.finish()
+    assert none == []
+    category, words, line = warning
+    assert category == "RuntimeWarning"
+    assert line == "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+    assert words == (
+        "broadcast outside of the training function of an elastic job: now all ranks are here, but a worker that comes "
+        "later will fail at this line: operations of all ranks belong into the function of hvd.elastic.run, which "
+        "brings the state to all of them (docs/elastic.md)"
+    )
+
+
+def step_outside(worker: Worker) -> list[str]:
+    """Takes a step of an optimizer before the training function."""
+    hvd.init()
+    model = linear()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return [str(warning.message).split(" outside of the training")[0] for warning in found]
+
+
+def test_a_step_before_the_training_function_is_warned_of() -> None:
+    with ElasticJob(step_outside, hosts={"a": 2}) as job:
+        assert job.finish() == [["optimizer step"], []]

@@ -1,0 +1,8 @@
+"""Words of messages."""
+
+from __future__ import annotations
+
+
+def counted(number: int, what: str) -> str:
+    """Returns a number of things in words: `1 rank`, `2 ranks`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
