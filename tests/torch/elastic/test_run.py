@@ -147,7 +147,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
         monkeypatch.setattr(loop, "move", move)
         monkeypatch.setattr(loop.Survival, "join", lambda _, skips_sync, has_values: (skips_sync and others_skip, 0))
-        loop.train(train, state, SimpleNamespace(expected=None))  # type: ignore[arg-type]
+        loop.train(train, state, SimpleNamespace(expected=None, trains=True))  # type: ignore[arg-type]
         return state.log
 
     return run
