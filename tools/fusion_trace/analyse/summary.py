@@ -212,7 +212,10 @@ def _odd(trace: JobTrace, any_step: bool) -> Iterator[str]:
             share = process.overwritten / max(1, process.written)
             yield f"{process}: its first {process.overwritten} records ({share:.0%}) were overwritten by later ones"
     if trace.workers and not any_step:
-        yield "no rank has a whole step: a step lasts from one end of `optimizer.step()` to the next"
+        yield (
+            "no rank has a whole step: a step lasts from one end of `optimizer.step()` to the next; it is recorded of "
+            'hvd.DistributedOptimizer, and of any optimizer of torch where the backend is "fusion"'
+        )
     for node, daemon in sorted(trace.daemons.items()):
         yield from _of_daemon(trace, node, daemon)
     yield from gaps.sentences(trace, gaps.unseen(trace))
