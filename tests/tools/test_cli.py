@@ -169,6 +169,9 @@ def test_a_summary_counts_steps_bytes_and_links(tmp_path: Path) -> None:
     assert [(link.source, link.target) for link in found.links] == [(0, 1), (1, 0)]
     assert found.links[0].chunks == pytest.approx(len(sent), abs=4)
     assert found.links[0].nbytes == pytest.approx(5 * 3 * (1 << 20), rel=0.05)
+    seconds = (max(ends[-1] for ends in truth.steps.values()) - min(ends[0] for ends in truth.steps.values())) / 1e9
+    assert found.links[0].rate == pytest.approx(found.links[0].nbytes / seconds, rel=1e-3)
+    assert found.link_rate == pytest.approx(sum(link.rate for link in found.links))
     assert found.steps_per_second == pytest.approx(5e9 / (truth.steps[0][-1] - truth.steps[0][0]), rel=1e-3)
     assert found.odd == ()
 

@@ -84,7 +84,7 @@ def _overview(report: Report) -> Section:
             ("a step, median", duration(found.overlap.ns)),
             ("steps a second", f"{found.steps_per_second:.2f}"),
             ("handed over by a rank in a step", size(found.handed_over)),
-            ("between hosts", f"{size(found.link_rate)} a second"),
+            ("between hosts, all links together", f"{size(found.link_rate)} a second"),
             ("of communication hidden", share(found.overlap.hidden) or "there was none"),
         ]
     tables = [Table("", ("", ""), tuple(facts), left=2)]

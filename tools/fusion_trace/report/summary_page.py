@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
@@ -48,6 +48,10 @@ def _rates(ranks: Sequence[Rank]) -> str:
     return f"{least.per_second:.2f} (rank {least.rank}) to {most.per_second:.2f} (rank {most.rank}) steps"
 
 
+def _parts(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {duration(ns)}" for name, ns in times.items())
+
+
 def show(trace: JobTrace, found: Summary) -> None:
     """Prints the page."""
     out = console()
@@ -66,16 +70,23 @@ def show(trace: JobTrace, found: Summary) -> None:
             out.print(f"and {len(found.ranks) - MOST} more (--json has them all)")
     if found.overlap is not None:
         out.print()
-        parts = ", ".join(f"{name} {duration(getattr(found.overlap, name))}" for name in PARTS)
         hidden = "" if found.overlap.hidden is None else f"; {share(found.overlap.hidden)} of communication is hidden"
-        of = "a step (median of all ranks, which differ: fusion-trace overlap)" if alone(found.ranks) else "a step"
-        out.print(f"{of}: {parts}{hidden}", soft_wrap=True)
+        of = "a step (medians of all ranks, which differ: fusion-trace overlap)"
+        of = of if alone(found.ranks) else "a step (medians)"
+        out.print(f"{of}: {_parts({name: getattr(found.overlap, name) for name in PARTS})}{hidden}", soft_wrap=True)
+        if found.overlap.differs:
+            mean = found.overlap.mean
+            out.print(
+                f"on average {duration(sum(mean.values()))}, with all that is rare: {_parts(mean)}", soft_wrap=True
+            )
     if found.links:
         out.print()
-        out.print(f"between hosts: {size(found.link_rate)} a second")
-        rows = table("from", "to", "bytes", "chunks", left=2)
+        together = ", all links together" if len(found.links) > 1 else ""
+        out.print(f"between hosts: {size(found.link_rate)} a second{together}")
+        rows = table("from", "to", "bytes", "a second", "chunks", left=2)
         for link in found.links[:MOST]:
-            rows.add_row(trace.host_of(link.source), trace.host_of(link.target), size(link.nbytes), str(link.chunks))
+            ends = trace.host_of(link.source), trace.host_of(link.target)
+            rows.add_row(*ends, size(link.nbytes), size(link.rate), str(link.chunks))
         out.print(rows)
     told = ""
     if found.ranks:
