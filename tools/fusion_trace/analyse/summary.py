@@ -55,6 +55,8 @@ class Summary:
 
     Attributes:
         job, nodes: which, and how many nodes have daemons in the trace.
+        began: wall-clock time, ns since 1970.
+        command: the command line of the first rank; "": not recorded.
         seconds: from the first record to the last.
         ranks: by rank, those with whole steps.
         steps_per_second: of the rank with the most steps, over all of them; 0: no whole step.
@@ -69,6 +71,8 @@ class Summary:
 
     job: str
     nodes: int
+    began: int
+    command: str
     seconds: float
     ranks: tuple[Rank, ...]
     steps_per_second: float
@@ -105,6 +109,8 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
     return Summary(
         job=trace.job,
         nodes=len(trace.daemons),
+        began=trace.began,
+        command=trace.command,
         seconds=(end - begin) / 1e9,
         ranks=ranks,
         steps_per_second=len(most) / seconds if seconds else 0.0,

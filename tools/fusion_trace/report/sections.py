@@ -74,6 +74,7 @@ def _overview(report: Report) -> Section:
     found, trace = report.summary, report.trace
     facts = [
         ("job", found.job),
+        ("begun", summary_page.begun(trace)),
         ("ranks", f"{len(trace.workers)} on {count(len(trace.hosts), 'node')}"),
         ("recorded", f"{found.seconds:.1f} s, {found.records} records, {found.overwritten} of them overwritten"),
     ]
