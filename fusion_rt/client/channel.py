@@ -267,22 +267,32 @@ class Channel:
         Raises:
             HorovodInternalError: it failed, on all ranks.
         """
-        if not operation.done:
-            name, clock, plan = operation.about
-            self.trace.record(_WAIT_BEGIN, name, 0, clock, plan)
-            self._read_until(operation)
-            self.trace.record(_WAIT_END, name, 0, clock, plan)
+        self.read_until(operation, about=operation.about)
         if operation.error is not None:
             raise failure_of(operation.error)
         return operation
 
-    def read_until(self, awaited: Awaited, seconds: float | None = None) -> bool:
+    def read_until(
+        self, awaited: Awaited, seconds: float | None = None, about: tuple[str, int, int] | None = None
+    ) -> bool:
         """Waits until something is done, which reading a message may bring about, but no longer than `seconds`.
+
+        Args:
+            awaited: it.
+            seconds: at most so long; None: as long as it takes.
+            about: name, clock and plan under which the script's wait is recorded; None: it is not the script that
+                waits.
 
         Returns: whether it is done.
         """
-        if not awaited.done:
-            self._read_until(awaited, None if seconds is None else time.monotonic() + seconds)
+        if awaited.done:
+            return True
+        if about is not None:
+            name, clock, plan = about
+            self.trace.record(_WAIT_BEGIN, name, 0, clock, plan)
+        self._read_until(awaited, None if seconds is None else time.monotonic() + seconds)
+        if about is not None:
+            self.trace.record(_WAIT_END, name, 0, clock, plan)
         return awaited.done
 
     def read_available(self) -> None:

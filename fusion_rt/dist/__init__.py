@@ -6,8 +6,8 @@ script imports `fusion_rt.dist`, which registers too.)
 
 `process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
 operations of the daemon, and `inner.py` leaves those of GPUs on one node to NCCL; `work.py` has operations under way,
-and `completion.py` their futures; `flight_record.py` has the last ones for torch's analyser, and `flight_dumps.py`
-writes them to files.
+`completion.py` their futures, and `reducer_waits.py` records waits for these; `flight_record.py` has the last ones
+for torch's analyser, and `flight_dumps.py` writes them to files.
 
 `ddp.py` and `fsdp.py` have hooks for gradients of DDP and FSDP2, which share `exchanged.py`; `outer.py` has local steps
 over both; `sets.py` has the process sets of groups. `variables.py` is for launchers that do not set torchrun's.

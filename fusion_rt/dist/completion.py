@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fusion_rt.client.channel import Channel
+from fusion_rt.dist.reducer_waits import ReducerWaits
 from fusion_rt.dist.submission import Submission
 
 _MOST_KEPT = 64  # works that have ended: as many as scripts start between a forward pass and its backward pass
@@ -39,10 +40,12 @@ class Completer:
 
     Attributes:
         channel: to the daemon.
+        reducer_waits: records waits for the futures in C++.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
+        self.reducer_waits = ReducerWaits(channel)
         self._changed = threading.Condition(threading.Lock())
         self._wanted: set[Completable] = set()  # have not ended
         self._ended: deque[Completable] = deque()
@@ -93,6 +96,7 @@ class Completer:
         return bool(self._ended) or not self._wanted
 
     def _part_ended(self, work: Completable) -> None:
+        self.reducer_waits.ended()
         if all(part.done for part in work.parts):
             with self._changed:
                 if work in self._wanted:

@@ -32,6 +32,7 @@ from fusion_rt.launchers.environment import Environment
 from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import basics
+from fusion_rt.torch.core.recording import ScriptSteps
 from fusion_rt.torch.core.rendezvous import TorchStore
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, leave, runtime
 
@@ -53,11 +54,13 @@ class Member:
         self.completer = Completer(here.client.channel)
         self.dumps = FlightDumps(store, here.client.job, here.rank, here.size)
         self.groups: set[JoinedGroup] = set()
+        self._steps = ScriptSteps(here.trace)
         self._joined = joined  # by this module, and not by hvd.init
 
     def leave(self) -> None:
         """Leaves the job, if this module has joined it."""
         self.dumps.close()
+        self._steps.close()
         if self._joined and is_initialized() and runtime() is self.here:
             basics.shutdown() if self.here.where.socket else leave()
         self.completer.close()

@@ -49,13 +49,14 @@ class Submission:
         outputs: tensors that get the elements of the result, one after the other.
 
     Attributes:
+        about: the name, clock and plan under which it is recorded.
         done: whether it has ended, and the result is where it belongs.
         error: why it failed; None if it has not.
         sizes: what the daemon has answered besides.
         watcher: called when it has ended.
     """
 
-    __slots__ = ("_given", "_memory", "_outputs", "_queued", "_uses", "done", "error", "sizes", "watcher")
+    __slots__ = ("_given", "_memory", "_outputs", "_queued", "_uses", "about", "done", "error", "sizes", "watcher")
 
     def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         self._outputs = outputs
@@ -65,6 +66,7 @@ class Submission:
         self._given: Memory | None = None
         self._memory: Memory | None = None  # where the result comes
         self._uses: list[Use] = []  # of adopted tensors
+        self.about = ("", 0, 0)
         self.done = False
         self.error: str | None = None
         self.sizes: tuple[int, ...] = ()
@@ -193,7 +195,7 @@ class Collective(Submission):
             given = self._memory  # has to stay until the operation has ended
             into = self._staged(here, _nbytes_of(outputs), ())
             self._given = given
-        here.client.submit(
+        self.about = here.client.submit(
             None,
             signature,
             inline=inline,
@@ -204,7 +206,7 @@ class Collective(Submission):
             seconds=seconds,
             release=self._ended,
             keeps=(inputs, outputs),
-        )
+        ).about
 
 
 class SentMessage(Submission):
@@ -244,6 +246,7 @@ class SentMessage(Submission):
         except BaseException:
             self._give_up()
             raise
+        self.about = operation.about
         if operation.handle == 0:  # it is away
             self.end()
 
@@ -269,9 +272,9 @@ class AwaitedMessage(Submission):
         if nbytes > wire.MAX_INLINE and place is None:
             place = self._staged(here, nbytes, ())
         try:
-            here.client.messages.receive_from(
+            self.about = here.client.messages.receive_from(
                 group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended, keeps=tensor
-            )
+            ).about
         except BaseException:
             self._give_up()
             raise

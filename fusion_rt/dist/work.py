@@ -77,7 +77,7 @@ class FusionWork(dist.Work):
         seconds = timeout.total_seconds() if timeout else None
         channel = self._completer.channel
         for part in self._parts:
-            if not part.done and not channel.read_until(part, seconds):
+            if not part.done and not channel.read_until(part, seconds, part.about):
                 raise self._not_yet(seconds)
         self.settle()
         self._raise()
@@ -128,6 +128,7 @@ class FusionWork(dist.Work):
             self._let_go()
             future = self._future = LazyFuture(self, devices_of(self._results))
             self._completer.complete(self)
+            self._completer.reducer_waits.expect(self._parts)
         return future
 
     # --- for the completer --------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ Every worker and every daemon has one file, a *ring*, that it maps into memory. 
 ring is full, the oldest are overwritten, so that a file never grows, and how many were lost is known from the header.
 A file can be read at any moment, also while it is written and after its writer was killed.
 
-    offset 0                header: `HEADER`, then the strings host and job; at 2048 `processors.MACHINE`
+    offset 0                header: `HEADER`, then the strings host and job; at 2048 `processors.MACHINE`; at
+                            `COMMAND_AT` the length of the command line (2 bytes), and it, UTF-8
     HEADER_NBYTES           names: `NAMES_NBYTES` of (length: 2 bytes, UTF-8), in order; the first is number 1
     HEADER_NBYTES + NAMES_NBYTES
                             `capacity` records: `RECORD`; record number i is in place i % capacity
@@ -36,6 +37,9 @@ far, bytes of names, names that found no room. The last three change: `WRITTEN_A
 LOST_AT = HEADER.size - 4
 NAMES_AT = HEADER.size - 8
 WRITTEN_AT = HEADER.size - 16
+
+COMMAND_AT = 3072
+COMMAND_NBYTES = HEADER_NBYTES - COMMAND_AT - 2  # the rest of a longer one is left out; zeros: not recorded
 
 WRITERS = 16  # threads of a process that may be writing a record at the same time, as readers of a live ring assume
 

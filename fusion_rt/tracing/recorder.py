@@ -18,8 +18,10 @@ import fcntl
 import itertools
 import mmap
 import os
+import shlex
 import socket
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -33,6 +35,8 @@ from fusion_rt.host.private_files import is_at
 from fusion_rt.settings import Settings
 from fusion_rt.tracing import files, processors
 from fusion_rt.tracing.format import (
+    COMMAND_AT,
+    COMMAND_NBYTES,
     HEADER,
     HEADER_NBYTES,
     LOST_AT,
@@ -319,6 +323,9 @@ class Recorder:
         self._map[HEADER.size : HEADER.size + len(host) + len(job)] = host + job
         about = processors.machine()
         self._map[processors.MACHINE_AT : processors.MACHINE_AT + len(about)] = about
+        command = shlex.join(sys.orig_argv).encode(errors="replace")[:COMMAND_NBYTES]
+        command = command.decode(errors="ignore").encode()
+        self._map[COMMAND_AT : COMMAND_AT + 2 + len(command)] = len(command).to_bytes(2, "little") + command
 
 
 def open_recorder(settings: Settings, owner: Owner, tell: Callable[[str], None]) -> Instrument:

@@ -267,7 +267,7 @@ class _Run:
                     host=f"host{tape.node}", job="diagnosis", written=len(records), names_nbytes=0, lost_names=0,
                     path=f"/{tape.role.name}-{tape.number}", names=tuple(self.names), records=records, overwritten=0,
                     problems=(), machine="one" if self.shape.processors else "",
-                    processors=float(self.shape.processors),
+                    processors=float(self.shape.processors), command="",
                 )
             )  # fmt: skip
         return rings

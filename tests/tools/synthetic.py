@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion_rt.tracing.format import (
+    COMMAND_AT,
     HEADER,
     HEADER_NBYTES,
     MAGIC,
@@ -40,6 +41,8 @@ class Tape:
         skew: its host's clock minus the true one, ns; `drift`: parts per million by which it is fast.
         capacity: of the ring, records; None: room for all.
         machine: the number of its machine; 0: not recorded.
+        command: its command line; "": not recorded.
+        wall: the wall clock when it was made, ns since 1970.
     """
 
     role: Role
@@ -53,6 +56,8 @@ class Tape:
     drift: float = 0.0
     capacity: int | None = None
     machine: int = 0
+    command: str = ""
+    wall: int = WALL
     rows: list[tuple[int, int, int, str, int, int, int, int]] = field(default_factory=list)
 
     def add(
@@ -87,11 +92,13 @@ class Tape:
         data = bytearray(HEADER_NBYTES + NAMES_NBYTES + capacity * RECORD.size)
         host, job = self.host.encode(), self.job.encode()
         HEADER.pack_into(
-            data, 0, MAGIC, VERSION, RECORD.size, capacity, self.local(START), WALL, self.pid, self.rank, self.node,
-            self.nodes, len(host), len(job), self.role, len(rows), len(names), 0,
+            data, 0, MAGIC, VERSION, RECORD.size, capacity, self.local(START), self.wall, self.pid, self.rank,
+            self.node, self.nodes, len(host), len(job), self.role, len(rows), len(names), 0,
         )  # fmt: skip
         data[HEADER.size : HEADER.size + len(host + job)] = host + job
         MACHINE.pack_into(data, MACHINE_AT, self.machine.to_bytes(16, "big"), 0)
+        command = self.command.encode()
+        data[COMMAND_AT : COMMAND_AT + 2 + len(command)] = len(command).to_bytes(2, "little") + command
         data[HEADER_NBYTES : HEADER_NBYTES + len(names)] = names
         for number, (time, value, clock, name, plan, extra, kind, peer) in enumerate(rows):
             at = HEADER_NBYTES + NAMES_NBYTES + number % capacity * RECORD.size

@@ -156,6 +156,43 @@ def summarized(truth: Truth, directory: Path) -> summary_finder.Summary:
     return summary_finder.find(jobs.load([str(directory)], "/nowhere"))
 
 
+def test_jobs_are_listed_with_their_begin_ranks_hosts_and_command(tmp_path: Path) -> None:
+    for number, name in enumerate(("old", "new")):
+        (tmp_path / name).mkdir()
+        truth = simulate(Job(nodes=2, ranks_per_node=2, steps=2, name=name))
+        for (role, rank), tape in truth.tapes.items():
+            tape.wall += number * 3600 * S + rank * S
+            tape.command = f"python train.py --rank {rank}" if role == Role.WORKER else "fusiond"
+        truth.write(tmp_path / name)
+    (tmp_path / "new" / "node-1.ring").unlink()
+    (tmp_path / "new" / "rank-2.ring").unlink()
+    (tmp_path / "new" / "rank-3.ring").unlink()
+    new, old = json.loads(run("list", str(tmp_path), "--json"))["jobs"]
+    assert (new["job"], new["ranks"], new["hosts"], new["nodes"]) == ("new", 2, ["host0"], 2)
+    assert (old["job"], old["ranks"], old["hosts"]) == ("old", 4, ["host0", "host1"])
+    assert new["began"] - old["began"] == 3600 * S
+    assert old["command"] == "python train.py --rank 0"
+    heading, first, second = run("list", str(tmp_path)).splitlines()
+    assert heading.split() == ["job", "begun", "ranks", "hosts", "command"]
+    assert first.endswith("host0 (1 of 2)  python train.py --rank 0")
+    assert second.startswith("old  2026-09-2")
+    assert "there are no traces in" in run("list", str(tmp_path / "nothing"))
+
+    page = run("summary", str(tmp_path / "old")).splitlines()
+    assert page[1].startswith("begun 2026-09-2")
+    assert page[1].endswith(" on host0, host1: python train.py --rank 0")
+
+
+def test_a_long_command_of_several_lines_is_one_short_line(tmp_path: Path) -> None:
+    truth = simulate(Job(nodes=1, steps=2))
+    truth.tapes[Role.WORKER, 0].command = "python -c 'import torch\n" + "print(1)\n" * 60
+    truth.write(tmp_path)
+    line = run("summary", str(tmp_path)).splitlines()[1]
+    assert ": python -c 'import torch print(1) " in line
+    assert line.endswith("print(1) …")
+    assert len(line) < 260
+
+
 def test_a_summary_counts_steps_bytes_and_links(tmp_path: Path) -> None:
     truth = simulate(Job(nodes=2, ranks_per_node=2, steps=6, buckets=3, bucket_nbytes=1 << 20))
     found = summarized(truth, tmp_path)
@@ -169,6 +206,9 @@ def test_a_summary_counts_steps_bytes_and_links(tmp_path: Path) -> None:
     assert [(link.source, link.target) for link in found.links] == [(0, 1), (1, 0)]
     assert found.links[0].chunks == pytest.approx(len(sent), abs=4)
     assert found.links[0].nbytes == pytest.approx(5 * 3 * (1 << 20), rel=0.05)
+    seconds = (max(ends[-1] for ends in truth.steps.values()) - min(ends[0] for ends in truth.steps.values())) / 1e9
+    assert found.links[0].rate == pytest.approx(found.links[0].nbytes / seconds, rel=1e-3)
+    assert found.link_rate == pytest.approx(sum(link.rate for link in found.links))
     assert found.steps_per_second == pytest.approx(5e9 / (truth.steps[0][-1] - truth.steps[0][0]), rel=1e-3)
     assert found.odd == ()
 

@@ -17,6 +17,7 @@ from fusion_trace.analyse import bucket_times, summary, tensor
 from fusion_trace.analyse.overlap import partitions
 from fusion_trace.read import job as jobs
 from fusion_trace.read.operations import all_steps, operations
+from fusion_trace.read.span_columns import common, pair_columns, phase_columns, union_of
 from tests import forks
 
 pytestmark = pytest.mark.multiprocess
@@ -41,6 +42,23 @@ for step in range({STEPS}):
 if hvd.rank() == 0:
     subprocess.run([sys.executable, "-m", "fusion_trace", "collect", "--json", "--out", sys.argv[1]], check=True)
 hvd.barrier()
+"""
+
+
+DDP = f"""
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("fusion")
+torch.manual_seed(0)
+ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+for step in range({STEPS}):
+    optimizer.zero_grad()
+    ddp(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
 """
 
 
@@ -133,3 +151,21 @@ def test_a_job_that_torchrun_has_started_is_found_in_a_session(home: Path) -> No
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     run(home, *command, *forks.interpreter(forks.WORKER), str(script), session=True)
     assert sorted(os.listdir(the_newest(home, session=True))) == ["node-0.ring", "rank-0.ring", "rank-1.ring"]
+
+
+def test_plain_ddp_of_the_backend_has_steps_whose_waits_are_no_compute(home: Path) -> None:
+    script = home / "train.py"
+    script.write_text(DDP)
+    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", "-H", "localhost:1,127.0.0.1:1"]
+    run(home, *command, *forks.interpreter(forks.WORKER), str(script))
+    whole = jobs.load([str(the_newest(home))], str(home))
+    assert whole.command.endswith("train.py")
+    for part in partitions(whole):
+        assert sum(part.parts.values()) == part.ns
+    for rank in (0, 1):
+        its = [part for part in partitions(whole) if part.rank == rank]
+        assert sum(part.exposed + part.waiting for part in its) > 0
+    # Whoever waits for the other's buffers does that in its forward pass.
+    waits = pair_columns(whole.workers[1], Kind.WAIT_BEGIN, Kind.WAIT_END)
+    passes = phase_columns(whole.workers[1], Kind.FORWARD_BEGIN, Kind.FORWARD_END)
+    assert len(common(union_of(*waits), union_of(*passes)).begin) > 0

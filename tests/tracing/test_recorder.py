@@ -18,7 +18,7 @@ import pytest
 
 from fusion_rt.settings import Settings
 from fusion_rt.tracing import files
-from fusion_rt.tracing.format import HEADER_NBYTES, NAMES_NBYTES, NOBODY, RECORD, Flush, Kind, Role
+from fusion_rt.tracing.format import COMMAND_NBYTES, HEADER_NBYTES, NAMES_NBYTES, NOBODY, RECORD, Flush, Kind, Role
 from fusion_rt.tracing.recorder import NULL, Owner, Recorder, open_recorder
 from fusion_trace.read import ring_reader
 
@@ -61,6 +61,18 @@ def test_what_is_recorded_is_read_while_it_is_written(recorder: Recorder) -> Non
     assert 0 < ring.processors <= len(os.sched_getaffinity(0))
     assert all(ring.created <= time_ <= time.monotonic_ns() for time_ in ring.records["time"])
     assert not ring.problems
+
+
+def test_the_command_line_is_recorded_as_far_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, expected in (
+        (["python", "train.py", "a b"], "python train.py 'a b'"),
+        (["python", "é" * 5000], f"python '{'é' * ((COMMAND_NBYTES - 8) // 2)}"),
+        (["\udcff"], "'?'"),
+    ):
+        monkeypatch.setattr(sys, "orig_argv", arguments)
+        made = Recorder(str(tmp_path / "rank-0.ring"), Owner("job", Role.WORKER, 0, 0, 1))
+        assert ring_reader.read_header(made.path).command == expected
+        made.close()
 
 
 def test_the_oldest_are_overwritten_and_counted(recorder: Recorder) -> None:

@@ -6,6 +6,9 @@ that runs is the model, or an outermost part of it. The hook is taken away, and 
 forward pass has ended. That takes a few microseconds for each forward pass of the whole, and nothing for the modules
 inside.
 
+Scripts that use torch's data parallelism, and of this project only the backend, have optimizers of torch's own: hooks
+for all of these note their steps.
+
 Nothing of a forward pass is noticed before the first step, without gradients, and once anything has been compiled: a
 compiler would take the hook for part of the model.
 """
@@ -14,11 +17,17 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from fusion_rt.tracing import processors, resident_memory
@@ -33,12 +42,23 @@ class _Passes:
         trace, step: where they are recorded, and as part of which step.
     """
 
+    _recorder: weakref.ref[Steps] | None = None
+
     def __init__(self) -> None:
         self.trace: Instrument = NULL
         self.step = 0
         self._waiting: RemovableHandle | None = None
         self._ending: RemovableHandle | None = None
         self._backward = False
+
+    def recorder(self) -> Steps | None:
+        """Returns who has recorded the latest step, while it lives."""
+        return None if self._recorder is None else self._recorder()
+
+    def recorded_by(self, steps: Steps) -> None:
+        """Notes who records a step."""
+        if self.recorder() is not steps:
+            self._recorder = weakref.ref(steps)
 
     def watch(self) -> None:
         """Waits for the next forward pass."""
@@ -112,10 +132,12 @@ class Steps:
 
     def begin(self) -> None:
         """Records that `step()` was called."""
+        _passes.recorded_by(self)
         self.trace.record(Kind.STEP_BEGIN, "", 0, self.number)
 
     def end(self) -> None:
         """Records that `step()` is about to return."""
+        _passes.recorded_by(self)
         self.trace.record(Kind.STEP_END, "", time.process_time_ns(), self.number, 0, processors.waited())
         now = time.monotonic_ns()
         if now >= self._memory_due:
@@ -124,6 +146,49 @@ class Steps:
         self.number += 1
         _passes.trace, _passes.step = self.trace, self.number
         _passes.watch()
+
+
+class ScriptSteps:
+    """The steps of a script's own optimizers, for scripts that use torch's data parallelism and nothing of ours but
+    the backend. As soon as others record steps (a distributed optimizer, a hook with a codec), this leaves it to them.
+
+    A step ends when an optimizer steps that has stepped since the last end. So one step has a step of each of several
+    optimizers that take turns.
+
+    Args:
+        trace: where they are recorded.
+    """
+
+    def __init__(self, trace: Instrument) -> None:
+        self._steps = Steps(trace)
+        self._stepped: set[int] = set()  # since the last end, by id
+        self._hooks: list[RemovableHandle] = []
+        if trace is not NULL:
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._begins),
+                register_optimizer_step_post_hook(self._ended),
+            ]
+
+    def close(self) -> None:
+        """Records no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _is_ours(self) -> bool:
+        return not torch.compiler.is_compiling() and _passes.recorder() in (None, self._steps)
+
+    def _begins(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        if self._is_ours():
+            self._steps.trace.record(Kind.APPLY_BEGIN, "", 0, self._steps.number)
+
+    def _ended(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        if not self._is_ours():
+            return
+        self._steps.trace.record(Kind.APPLY_END, "", 0, self._steps.number)
+        if not self._stepped or id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self._steps.end()
+        self._stepped.add(id(optimizer))
 
 
 def _on_gpus() -> int:

@@ -142,6 +142,16 @@ def test_hidden_is_the_share_of_communication_that_the_script_does_not_wait_for(
     assert overview([Partition(0, 1, 0, 100, 100, 0, 0, 0, 0)]).hidden is None
 
 
+def test_means_of_the_parts_add_up_and_are_told_where_an_exchange_is_rare() -> None:
+    quiet = [Partition(0, n, 0, 100, 90, 0, 0, 0, 10) for n in range(99)]
+    rare = Partition(0, 99, 0, 10_100, 90, 0, 10_000, 0, 10)
+    found = overview([*quiet, rare])
+    assert found.exposed == 0
+    assert found.mean == {"compute": 90, "overlapped": 0, "exposed": 100, "waiting": 0, "idle": 10}
+    assert found.differs
+    assert not overview(quiet).differs
+
+
 def test_only_chosen_steps_and_the_document(tmp_path: Path) -> None:
     trace = load(small(3), tmp_path)
     assert {part.number for part in partitions(trace, StepRange(2, 3))} == {2}

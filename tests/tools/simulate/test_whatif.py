@@ -360,6 +360,21 @@ def test_small_tensors_travel_whole_with_a_codec_that_selects(record: Record) ->
     assert record(BASE).tensors[0].shape
 
 
+def test_operations_of_a_process_group_which_have_one_name_keep_their_own_sizes(tmp_path: Path) -> None:
+    truth = simulate(BASE)
+    order = ["bucket 0", "bucket 1", "bucket 2", "loss"]
+    for tape in truth.tapes.values():
+        tape.rows = [
+            (time, value, 4 * clock + order.index(name), "group", 0, *rest) if name in order else row
+            for row in tape.rows
+            for time, value, clock, name, _, *rest in [row]
+        ]
+    truth.write(tmp_path)
+    found = understand(load([str(tmp_path)], str(tmp_path)))
+    submitted = [found.buckets[event.bucket].nbytes for event in found.programs[0][2] if isinstance(event, Submit)]
+    assert submitted == [1 << 20, 1 << 20, 1 << 20, 4]
+
+
 def test_another_latency_is_predicted(record: Record) -> None:
     predicted = replay(record(BASE), Change(latency=3e-3)).step
     assert predicted == pytest.approx(true_step(replace(BASE, latency=3 * MS)), rel=0.1)

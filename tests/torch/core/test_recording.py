@@ -9,10 +9,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from fusion_rt.torch.core import recording
-from fusion_rt.torch.core.recording import Steps
+from fusion_rt.torch.core.recording import ScriptSteps, Steps
 from fusion_rt.tracing.format import NOBODY, Kind
+from fusion_rt.tracing.recorder import NULL
 
 
 class Listed:
@@ -122,3 +124,78 @@ def test_memory_is_told_twice_a_second_however_short_steps_are(trace: Listed, mo
     assert {on_gpus for _, on_gpus in trace.memory} == {3 << 20}
     held = psutil.Process().memory_info().rss
     assert trace.memory[-1][0] == pytest.approx(held, rel=0.05)
+
+
+def an_optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+@pytest.fixture
+def script_steps(trace: Listed) -> Iterator[ScriptSteps]:
+    steps = ScriptSteps(trace)
+    yield steps
+    steps.close()
+
+
+def ends(trace: Listed) -> list[int]:
+    return [clock for kind, clock in trace.found if kind == Kind.STEP_END]
+
+
+def test_steps_of_an_optimizer_of_torch_are_recorded(trace: Listed, script_steps: ScriptSteps) -> None:
+    optimizer = an_optimizer()
+    for _ in range(3):
+        optimizer.step()
+    kinds = (Kind.APPLY_BEGIN, Kind.APPLY_END, Kind.STEP_END)
+    assert trace.found == [(kind, number) for number in range(3) for kind in kinds]
+    script_steps.close()
+    optimizer.step()
+    assert ends(trace) == [0, 1, 2]
+
+
+def test_forward_passes_are_seen_between_steps_of_an_optimizer_of_torch(
+    trace: Listed, script_steps: ScriptSteps
+) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert [kind for kind, clock in trace.found if clock == 1][:3] == [
+        Kind.FORWARD_BEGIN, Kind.FORWARD_END, Kind.BACKWARD_BEGIN,
+    ]  # fmt: skip
+
+
+def test_optimizers_that_take_turns_share_a_step(trace: Listed, script_steps: ScriptSteps) -> None:
+    first, second = an_optimizer(), an_optimizer()
+    for _ in range(3):
+        first.step()
+        second.step()
+    assert ends(trace) == [0, 1, 2]
+
+
+def test_an_optimizer_that_replaces_another_goes_on_with_steps(trace: Listed, script_steps: ScriptSteps) -> None:
+    first, second = an_optimizer(), an_optimizer()
+    for optimizer in (first, second, second, second):
+        optimizer.step()
+    assert ends(trace) == [0, 1, 2]  # the first one of the second is part of the step before
+
+
+@pytest.mark.usefixtures("script_steps")
+def test_what_a_distributed_optimizer_records_is_not_recorded_twice(trace: Listed) -> None:
+    optimizer, own = an_optimizer(), Steps(trace)
+    for _ in range(2):
+        own.begin()
+        optimizer.step()
+        own.end()
+    assert trace.found == [(kind, number) for number in range(2) for kind in (Kind.STEP_BEGIN, Kind.STEP_END)]
+    del own
+    optimizer.step()
+    assert ends(trace)[2:] == [0]  # nobody else records any more
+
+
+def test_without_a_recorder_there_is_no_hook() -> None:
+    before = len(_global_optimizer_post_hooks)
+    ScriptSteps(NULL)
+    assert len(_global_optimizer_post_hooks) == before

@@ -20,7 +20,7 @@ daemon has answered it; of an operation with homes, from when this rank has hand
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -42,6 +42,7 @@ from fusion_trace.read.span_columns import (
     without,
 )
 
+_DIFFERS = 0.1  # of a step
 PARTS = ("compute", "overlapped", "exposed", "waiting", "idle")
 
 
@@ -75,7 +76,12 @@ class Partition:
 
 @dataclass(frozen=True)
 class Overview:
-    """Medians over steps, ns; `hidden`: of all communication, how much was overlapped, or None if there was none."""
+    """Medians over steps, ns, each of its own, so that they need not add up.
+
+    Attributes:
+        hidden: of all communication, how much was overlapped, or None if there was none.
+        mean: by part, the means, ns, which add up to the mean of a step.
+    """
 
     steps: int
     ns: int
@@ -85,6 +91,13 @@ class Overview:
     waiting: int
     idle: int
     hidden: float | None
+    mean: Mapping[str, float]
+
+    @property
+    def differs(self) -> bool:
+        """True if medians say little of where the time goes: few steps, or some ranks, have much more of a part."""
+        whole = sum(self.mean.values())
+        return any(abs(self.mean[name] - getattr(self, name)) > _DIFFERS * whole for name in PARTS)
 
 
 @lru_cache(maxsize=2)  # as `operations`
@@ -184,7 +197,8 @@ def overview(found: Sequence[Partition]) -> Overview:
     middle = {name: median([getattr(each, name) for each in found]) for name in ("ns", *PARTS)}
     overlapped, exposed = sum(each.overlapped for each in found), sum(each.exposed for each in found)
     hidden = overlapped / (overlapped + exposed) if overlapped + exposed else None
-    return Overview(steps=len(found), hidden=hidden, **middle)
+    mean = {name: sum(getattr(each, name) for each in found) / len(found) for name in PARTS}
+    return Overview(steps=len(found), hidden=hidden, mean=mean, **middle)
 
 
 def median(values: Iterable[int]) -> int:

@@ -40,12 +40,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Payload bytes and chunks that went from one node to another in the chosen steps."""
+    """Payload bytes and chunks that went from one node to another in the chosen steps, and bytes a second."""
 
     source: int
     target: int
     nbytes: int
     chunks: int
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class Summary:
 
     Attributes:
         job, nodes: which, and how many nodes have daemons in the trace.
+        began: wall-clock time, ns since 1970.
+        command: the command line of the first rank; "": not recorded.
         seconds: from the first record to the last.
         ranks: by rank, those with whole steps.
         steps_per_second: of the rank with the most steps, over all of them; 0: no whole step.
         handed_over: bytes that a rank hands over in a step, the mean.
-        links: payload between nodes, and `link_rate`: bytes a second of all of them in these steps.
-        overlap: medians of all ranks' steps, or None.
+        links: payload between nodes, and `link_rate`: bytes a second of all of them together in these steps.
+        overlap: medians and means of all ranks' steps, or None.
         stragglers: the most expensive first.
         records, overwritten: of all processes.
         odd: sentences about what is unusual.
@@ -68,6 +71,8 @@ class Summary:
 
     job: str
     nodes: int
+    began: int
+    command: str
     seconds: float
     ranks: tuple[Rank, ...]
     steps_per_second: float
@@ -104,12 +109,14 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
     return Summary(
         job=trace.job,
         nodes=len(trace.daemons),
+        began=trace.began,
+        command=trace.command,
         seconds=(end - begin) / 1e9,
         ranks=ranks,
         steps_per_second=len(most) / seconds if seconds else 0.0,
         handed_over=handed // max(1, len(parts)),
         links=links,
-        link_rate=sum(link.nbytes for link in links) / max(1e-9, (last - first) / 1e9),
+        link_rate=sum(link.rate for link in links),
         overlap=overview(parts) if parts else None,
         stragglers=slow,
         records=sum(process.written for process in trace.processes),
@@ -128,6 +135,7 @@ def traffic(every: Operations, first: int, last: int) -> tuple[LinkTraffic, ...]
     pairs_of = {(node, peer) for node, (_, rows) in sent.items() for peer in np.unique(rows["peer"]).tolist()}
     pairs_of |= {(peer, node) for node, (_, rows) in came.items() for peer in np.unique(rows["peer"]).tolist()}
     found = []
+    seconds = max(1e-9, (last - first) / 1e9)
     for source, target in sorted(pairs_of):
         left, right = _of_peer(sent, source, target), _of_peer(came, target, source)
         numbers = left[1]["extra"].astype(np.int64), right[1]["extra"].astype(np.int64)
@@ -140,7 +148,8 @@ def traffic(every: Operations, first: int, last: int) -> tuple[LinkTraffic, ...]
         alone[b[left[0][a] == right[0][b]]] = False
         rows = np.concatenate([left[1], right[1][alone]])
         rows = rows[(rows["time"] >= first) & (rows["time"] <= last)]
-        found.append(LinkTraffic(source, target, int(rows["value"].sum()), len(rows)))
+        nbytes = int(rows["value"].sum())
+        found.append(LinkTraffic(source, target, nbytes, len(rows), nbytes / seconds))
     return tuple(each for each in found if each.chunks)
 
 
@@ -160,7 +169,7 @@ def _counted(every: Operations, source: int, target: int, first: int, last: int)
         and (at := chunk.sent if chunk.sent is not None else chunk.received) is not None
         and first <= at <= last
     ]
-    return LinkTraffic(source, target, sum(sizes), len(sizes))
+    return LinkTraffic(source, target, sum(sizes), len(sizes), sum(sizes) / max(1e-9, (last - first) / 1e9))
 
 
 def _rank(worker: Process, steps: Sequence[Partition]) -> Rank:
@@ -212,7 +221,10 @@ def _odd(trace: JobTrace, any_step: bool) -> Iterator[str]:
             share = process.overwritten / max(1, process.written)
             yield f"{process}: its first {process.overwritten} records ({share:.0%}) were overwritten by later ones"
     if trace.workers and not any_step:
-        yield "no rank has a whole step: a step lasts from one end of `optimizer.step()` to the next"
+        yield (
+            "no rank has a whole step: a step lasts from one end of `optimizer.step()` to the next; it is recorded of "
+            'hvd.DistributedOptimizer, and of any optimizer of torch where the backend is "fusion"'
+        )
     for node, daemon in sorted(trace.daemons.items()):
         yield from _of_daemon(trace, node, daemon)
     yield from gaps.sentences(trace, gaps.unseen(trace))

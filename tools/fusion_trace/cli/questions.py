@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Annotated, TypeVar
 
 import typer
@@ -32,6 +33,29 @@ def summary(what: What = None, steps: StepsOption = "", as_json: AsJson = False)
     trace = load(what, selected)
     found = analysis.find(trace, selected)
     show(as_json, lambda: analysis.document(found, trace), lambda: summary_page.show(trace, found))
+
+
+@app.command("list")
+def list_jobs(
+    where: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR", help="Directories with traces; by default those of this host.", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lists the jobs that have left traces, the newest first: their ids, begin, hosts, ranks and commands."""
+    from fusion_trace.read.job import left_jobs
+    from fusion_trace.report import summary_page
+
+    root = Settings.from_env().trace_root()
+    found = left_jobs(where or [], root)
+    show(
+        as_json,
+        lambda: {"jobs": [asdict(each) for each in found]},
+        lambda: summary_page.show_jobs(found, where or [root]),
+    )
 
 
 @app.command()

@@ -92,6 +92,8 @@ class JobTrace:
         offsets: by node, what was added to its times.
         problems: sentences about what is missing or could not be read.
         nodes: how many the job had.
+        began: wall-clock time when the first ring was made, ns since 1970.
+        command: the command line of the first rank; "": not recorded.
     """
 
     job: str
@@ -100,6 +102,8 @@ class JobTrace:
     offsets: dict[int, Offset]
     problems: tuple[str, ...] = field(default=())
     nodes: int = 0
+    began: int = 0
+    command: str = ""
 
     @cached_property
     def workers(self) -> dict[int, Process]:
@@ -226,10 +230,58 @@ def find(what: Sequence[str], root: str) -> list[str]:
     return _newest(paths) if all(os.path.isdir(path) for path in what) else paths
 
 
+@dataclass(frozen=True)
+class LeftJob:
+    """A job that has left traces.
+
+    Attributes:
+        job: its id.
+        began: wall-clock time when the first ring was made, ns since 1970.
+        hosts: of which there are rings, by node; `nodes`: how many the job had.
+        ranks: of which there are rings.
+        command: the command line of the first rank; "": not recorded.
+        directories: of the rings.
+    """
+
+    job: str
+    began: int
+    hosts: tuple[str, ...]
+    nodes: int
+    ranks: int
+    command: str
+    directories: tuple[str, ...]
+
+
 def by_age(root: str) -> list[str]:
     """Returns the ids of the jobs whose traces jobs and `fusion-trace collect` have left, the newest first."""
-    jobs, _ = _jobs(_left(root))
-    return sorted(jobs, key=lambda job: max(jobs[job]), reverse=True)
+    return [each.job for each in left_jobs([], root)]
+
+
+def left_jobs(directories: Sequence[str], root: str) -> list[LeftJob]:
+    """Returns the jobs with traces in directories, or else those of `by_age`; the newest first."""
+    jobs, _ = _jobs([path for each in directories for path in _below(each)] if directories else _left(root))
+    found = []
+    for job in sorted(jobs, key=lambda job: max(made for made, _, _ in jobs[job]), reverse=True):
+        headers = [header for _, _, header in jobs[job]]
+        hosts = {header.node: header.host for header in sorted(headers, key=lambda header: header.node)}
+        found.append(
+            LeftJob(
+                job=job,
+                began=min(header.created_wall for header in headers),
+                hosts=tuple(hosts.values()),
+                nodes=max(header.nodes for header in headers),
+                ranks=len({header.rank for header in headers if header.role == Role.WORKER}),
+                command=_command_of(headers),
+                directories=tuple(sorted({os.path.dirname(path) for _, path, _ in jobs[job]})),
+            )
+        )
+    return found
+
+
+def _command_of(headers: Sequence[Header]) -> str:
+    """Returns the command line of the first rank of which there is a ring, or ""."""
+    workers = [header for header in headers if header.role == Role.WORKER]
+    return min(workers, key=lambda header: header.rank).command if workers else ""
 
 
 def _left(root: str) -> list[str]:
@@ -252,9 +304,10 @@ def _below(directory: str, depth: int = _DEPTH) -> Iterator[str]:
             yield entry.path
 
 
-def _jobs(paths: Iterable[str]) -> tuple[dict[str, list[tuple[int, str]]], list[str]]:
-    """Returns, by job, when its rings were made and where they are; and files that nobody can tell whose they are."""
-    jobs: dict[str, list[tuple[int, str]]] = {}
+def _jobs(paths: Iterable[str]) -> tuple[dict[str, list[tuple[int, str, Header]]], list[str]]:
+    """Returns, by job, when its rings were made, where they are, and their headers; and files of which nobody can tell
+    whose they are."""
+    jobs: dict[str, list[tuple[int, str, Header]]] = {}
     damaged = []
     for path in paths:
         try:
@@ -262,14 +315,14 @@ def _jobs(paths: Iterable[str]) -> tuple[dict[str, list[tuple[int, str]]], list[
         except TraceError:
             damaged.append(path)
             continue
-        jobs.setdefault(header.job, []).append((header.created_wall, path))
+        jobs.setdefault(header.job, []).append((header.created_wall, path, header))
     return jobs, damaged
 
 
 def _of_job(paths: Sequence[str], job: str) -> list[str]:
     """Returns a job's rings, and damaged ones beside them, of which `load` says what is wrong."""
     jobs, damaged = _jobs(paths)
-    its = [path for _, path in jobs.get(job, [])]
+    its = [path for _, path, _ in jobs.get(job, [])]
     beside = {os.path.dirname(path) for path in its}
     return its + [path for path in damaged if os.path.dirname(path) in beside]
 
@@ -277,7 +330,7 @@ def _of_job(paths: Sequence[str], job: str) -> list[str]:
 def _newest(paths: Sequence[str]) -> list[str]:
     """Returns the rings of the job of which one was made last; all, if not one of them can be read."""
     jobs, _ = _jobs(paths)
-    return _of_job(paths, max(jobs, key=lambda job: max(jobs[job]))) if jobs else list(paths)
+    return _of_job(paths, max(jobs, key=lambda job: max(made for made, _, _ in jobs[job]))) if jobs else list(paths)
 
 
 def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
@@ -299,7 +352,8 @@ def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
     processes = tuple(_process(role, rank, part) for (role, rank), part in parts.items())
     problems += _missing(rings, processes)
     nodes = max(ring.nodes for ring in rings)
-    return JobTrace(rings[0].job, processes, tuple(names), offsets, tuple(problems), nodes)
+    began = min(ring.created_wall for ring in rings)
+    return JobTrace(rings[0].job, processes, tuple(names), offsets, tuple(problems), nodes, began, _command_of(rings))
 
 
 def _without_copies(rings: Sequence[Ring]) -> list[Ring]:

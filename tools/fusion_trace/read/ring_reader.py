@@ -15,7 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.core.errors import FusionError
-from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, MAGIC, NAMES_NBYTES, RECORD, VERSION, WRITERS, Kind, Role
+from fusion_rt.tracing.format import (
+    COMMAND_AT,
+    HEADER,
+    HEADER_NBYTES,
+    MAGIC,
+    NAMES_NBYTES,
+    RECORD,
+    VERSION,
+    WRITERS,
+    Kind,
+    Role,
+)
 from fusion_rt.tracing.processors import MACHINE, MACHINE_AT
 
 RECORD_DTYPE = np.dtype(
@@ -68,6 +79,7 @@ class Header:
         lost_names: names that found no room.
         machine: the same number for all hosts of one machine; "": not recorded.
         processors: that the process may use; 0: not recorded.
+        command: its command line; "": not recorded.
     """
 
     capacity: int
@@ -85,6 +97,7 @@ class Header:
     lost_names: int
     machine: str
     processors: float
+    command: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +200,9 @@ def header_of(data: bytes, path: str) -> Header:
         )
     if role not in tuple(Role) or not capacity or host_nbytes + job_nbytes > HEADER_NBYTES - HEADER.size:
         raise TraceError(f"{path} has a damaged header (role {role}, room for {capacity} records)")
-    machine, processors = MACHINE.unpack_from(data[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0"), MACHINE_AT)
+    whole = data[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0")
+    machine, processors = MACHINE.unpack_from(whole, MACHINE_AT)
+    command_nbytes = int.from_bytes(whole[COMMAND_AT : COMMAND_AT + 2], "little")
     host, job = data[HEADER.size :][:host_nbytes], data[HEADER.size + host_nbytes :][:job_nbytes]
     return Header(
         capacity=capacity,
@@ -205,6 +220,7 @@ def header_of(data: bytes, path: str) -> Header:
         lost_names=lost_names,
         machine=machine.hex() if any(machine) else "",
         processors=processors / 1000,
+        command=whole[COMMAND_AT + 2 :][:command_nbytes].decode(errors="replace"),
     )
 
 

@@ -74,6 +74,7 @@ def _overview(report: Report) -> Section:
     found, trace = report.summary, report.trace
     facts = [
         ("job", found.job),
+        ("begun", summary_page.begun(trace)),
         ("ranks", f"{len(trace.workers)} on {count(len(trace.hosts), 'node')}"),
         ("recorded", f"{found.seconds:.1f} s, {found.records} records, {found.overwritten} of them overwritten"),
     ]
@@ -84,7 +85,7 @@ def _overview(report: Report) -> Section:
             ("a step, median", duration(found.overlap.ns)),
             ("steps a second", f"{found.steps_per_second:.2f}"),
             ("handed over by a rank in a step", size(found.handed_over)),
-            ("between hosts", f"{size(found.link_rate)} a second"),
+            ("between hosts, all links together", f"{size(found.link_rate)} a second"),
             ("of communication hidden", share(found.overlap.hidden) or "there was none"),
         ]
     tables = [Table("", ("", ""), tuple(facts), left=2)]

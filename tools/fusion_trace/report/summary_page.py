@@ -1,20 +1,34 @@
-"""The page that `fusion-trace summary` shows."""
+"""The pages that `fusion-trace summary` and `list` show."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.analyse.summary import Rank, Summary, alone
-from fusion_trace.read.job import JobTrace
+from fusion_trace.read.job import JobTrace, LeftJob
 from fusion_trace.report import stragglers_page
-from fusion_trace.report.wording import Table, console, count, duration, print_table, problems, share, size, table
+from fusion_trace.report.wording import (
+    Table,
+    console,
+    count,
+    duration,
+    names,
+    print_table,
+    problems,
+    share,
+    size,
+    table,
+    when,
+)
 
 MOST = 64  # ranks or links that are shown
 _MOST_SLOW = 3
+_LONGEST_COMMAND = 200  # characters
 
 
 def step_times(trace: JobTrace, ranks: Iterable[Rank]) -> Table:
@@ -48,6 +62,35 @@ def _rates(ranks: Sequence[Rank]) -> str:
     return f"{least.per_second:.2f} (rank {least.rank}) to {most.per_second:.2f} (rank {most.rank}) steps"
 
 
+def begun(trace: JobTrace) -> str:
+    """Says when and where a job began."""
+    hosts = names(list(dict.fromkeys(trace.hosts[node] for node in sorted(trace.hosts))))
+    return f"{when(trace.began)} on {hosts}"
+
+
+def show_jobs(found: Sequence[LeftJob], where: Sequence[str]) -> None:
+    """Prints what jobs have left traces in some directories."""
+    out = console()
+    if not found:
+        out.print(f"there are no traces in {', '.join(where)}")
+        return
+    rows = table("job", "begun", "ranks", "hosts", "command", left=5)
+    for each in found:
+        missing = f" ({len(each.hosts)} of {each.nodes})" if len(each.hosts) < each.nodes else ""
+        rows.add_row(
+            each.job, when(each.began), str(each.ranks), Text(names(each.hosts) + missing), Text(_line(each.command))
+        )
+    out.print(rows)
+
+
+def _line(command: str) -> str:
+    return textwrap.shorten(command, _LONGEST_COMMAND, placeholder=" …")
+
+
+def _parts(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {duration(ns)}" for name, ns in times.items())
+
+
 def show(trace: JobTrace, found: Summary) -> None:
     """Prints the page."""
     out = console()
@@ -55,6 +98,7 @@ def show(trace: JobTrace, found: Summary) -> None:
     nodes = count(there, "node") if there >= trace.nodes else f"{there} of {trace.nodes} nodes"
     who = f"{count(len(trace.workers), 'rank')} on {nodes}"
     out.print(Text(f"job {found.job}: {who}, {found.seconds:.1f} s, {found.records} records", "bold"))
+    out.print(Text(f"begun {begun(trace)}{f': {_line(trace.command)}' if trace.command else ''}"), soft_wrap=True)
     for sentence in found.ended:
         out.print(Text(sentence, "red"), soft_wrap=True)
     if found.ranks:
@@ -66,16 +110,23 @@ def show(trace: JobTrace, found: Summary) -> None:
             out.print(f"and {len(found.ranks) - MOST} more (--json has them all)")
     if found.overlap is not None:
         out.print()
-        parts = ", ".join(f"{name} {duration(getattr(found.overlap, name))}" for name in PARTS)
         hidden = "" if found.overlap.hidden is None else f"; {share(found.overlap.hidden)} of communication is hidden"
-        of = "a step (median of all ranks, which differ: fusion-trace overlap)" if alone(found.ranks) else "a step"
-        out.print(f"{of}: {parts}{hidden}", soft_wrap=True)
+        of = "a step (medians of all ranks, which differ: fusion-trace overlap)"
+        of = of if alone(found.ranks) else "a step (medians)"
+        out.print(f"{of}: {_parts({name: getattr(found.overlap, name) for name in PARTS})}{hidden}", soft_wrap=True)
+        if found.overlap.differs:
+            mean = found.overlap.mean
+            out.print(
+                f"on average {duration(sum(mean.values()))}, with all that is rare: {_parts(mean)}", soft_wrap=True
+            )
     if found.links:
         out.print()
-        out.print(f"between hosts: {size(found.link_rate)} a second")
-        rows = table("from", "to", "bytes", "chunks", left=2)
+        together = ", all links together" if len(found.links) > 1 else ""
+        out.print(f"between hosts: {size(found.link_rate)} a second{together}")
+        rows = table("from", "to", "bytes", "a second", "chunks", left=2)
         for link in found.links[:MOST]:
-            rows.add_row(trace.host_of(link.source), trace.host_of(link.target), size(link.nbytes), str(link.chunks))
+            ends = trace.host_of(link.source), trace.host_of(link.target)
+            rows.add_row(*ends, size(link.nbytes), size(link.rate), str(link.chunks))
         out.print(rows)
     told = ""
     if found.ranks:

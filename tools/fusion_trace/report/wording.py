@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import rich.table
@@ -43,6 +44,17 @@ def size(nbytes: float) -> str:
 
 def _three(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
+
+
+def when(wall: int) -> str:
+    """Returns a wall-clock time, ns since 1970, as this host's date and time."""
+    return datetime.fromtimestamp(wall / 1e9).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def names(of: Sequence[str], most: int = 4) -> str:
+    """Returns names, and how many are left out if there are too many."""
+    more = f" and {len(of) - most} more" if len(of) > most else ""
+    return ", ".join(of[:most]) + more
 
 
 def share(value: float | None) -> str:

@@ -147,9 +147,13 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         raise NotRecorded(f"nodes have different numbers of workers ({told}), which the simulation has not")
     every = operations(trace)
     found = [op for _, op in every.some(_handed_over_in(every, steps, numbers))]
-    names = tuple(dict.fromkeys(op.key.name for op in found))
+    titles = _titles(found)
+    nbytes: dict[str, int] = {}
+    for op in found:
+        title = titles.get((op.key.name, op.key.clock), op.key.name)
+        nbytes[title] = max(nbytes.get(title, 0), op.nbytes)
+    names = tuple(nbytes)
     index = {name: number for number, name in enumerate(names)}
-    nbytes = {name: max(op.nbytes for op in found if op.key.name == name) for name in names}
     tensors = _tensors(trace, index)
     buckets = tuple(
         Bucket(max(4, -(-nbytes[name] // 4) * 4), tuple(tensor.shape for tensor in tensors if tensor.bucket == number))
@@ -157,7 +161,8 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     )
     ranks = sorted(trace.workers)
     programs = tuple(
-        tuple(_program(trace, trace.workers[rank], steps[rank][number], index) for number in numbers) for rank in ranks
+        tuple(_program(trace, trace.workers[rank], steps[rank][number], index, titles) for number in numbers)
+        for rank in ranks
     )
     machines = machines_of(trace, nodes, chosen_steps)
     if machines is not None:
@@ -276,12 +281,26 @@ def _all_chunks(every: Operations) -> list[Chunk]:
 _KINDS = (Kind.GRADIENT, Kind.SUBMITTED, Kind.WAIT_BEGIN, Kind.WAIT_END, Kind.DONE, Kind.APPLY_BEGIN)
 
 
-def _program(trace: JobTrace, worker: Process, step: Step, index: Mapping[str, int]) -> tuple[Event, ...]:
+def _titles(found: Sequence[Operation]) -> dict[tuple[str, int], str]:
+    """Returns, by name and clock, what operations are called whose name does not tell their size: all of a process
+    group have one."""
+    sizes: dict[str, set[int]] = {}
+    alone = [op for op in found if not op.key.plan]
+    for op in alone:
+        sizes.setdefault(op.key.name, set()).add(op.nbytes)
+    return {
+        (op.key.name, op.key.clock): f"{op.key.name}: {op.nbytes} bytes" for op in alone if len(sizes[op.key.name]) > 1
+    }
+
+
+def _program(
+    trace: JobTrace, worker: Process, step: Step, index: Mapping[str, int], titles: Mapping[tuple[str, int], str]
+) -> tuple[Event, ...]:
     """Returns what a worker did in a step. Time in which it was kept waiting is left out."""
     events: list[Event] = []
     pending: dict[int, None] = {}  # submitted, and not known to have been waited for
     at, waiting = step.begin, 0
-    for kind, time, name in _rows(trace, worker, step):
+    for kind, time, name in _rows(trace, worker, step, titles):
         number = index.get(name)
         if kind == Kind.WAIT_END:
             if waiting:
@@ -307,13 +326,15 @@ def _program(trace: JobTrace, worker: Process, step: Step, index: Mapping[str, i
     return tuple(events)
 
 
-def _rows(trace: JobTrace, worker: Process, step: Step) -> Iterable[tuple[int, int, str]]:
+def _rows(
+    trace: JobTrace, worker: Process, step: Step, titles: Mapping[tuple[str, int], str]
+) -> Iterable[tuple[int, int, str]]:
     times = worker.records["time"]
     low, high = np.searchsorted(times, [step.begin, step.end], "right")
     records = worker.records[low:high]
     records = records[np.isin(records["kind"], _KINDS)]
-    for kind, time, name in zip(*(records[f].tolist() for f in ("kind", "time", "name")), strict=True):
-        yield kind, time, trace.names[name]
+    for kind, time, name, clock in zip(*(records[f].tolist() for f in ("kind", "time", "name", "clock")), strict=True):
+        yield kind, time, titles.get((trace.names[name], clock), trace.names[name])
 
 
 def _waited(worker: Process, steps: Sequence[Step]) -> tuple[float, ...]:
