@@ -161,7 +161,7 @@ def test_training_goes_on_without_rank_0_and_with_a_new_worker(start) -> None:
     assert len([line for line in job.out if "done at step" in line]) == 2
 
 
-@pytest.mark.parametrize("mirrors", ["update", "commit"])
+@pytest.mark.parametrize("mirrors", ["update", pytest.param("commit", marks=pytest.mark.long)])
 def test_an_algorithm_that_asks_for_more_ranks_than_are_left_waits_for_a_new_worker(start, mirrors: str) -> None:
     job = start(
         *("-np", "3", "--min-np", "1", "-H", "localhost:3", "--algorithm", "softsync(contributions=3)"),

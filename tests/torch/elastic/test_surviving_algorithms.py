@@ -227,6 +227,9 @@ ASYNCHRONOUS: dict[str, Callable[[Sequence[int], int], Shard]] = {
     f"decoupled(steps=1, quorum=1, mix={MIX}, outer_rate={OUTER_RATE}, outer_momentum={MOMENTUM})": Decoupled,
     f"dc_asgd(variance={VARIANCE}, adaptive=True, decay=0.5)": partial(Compensating, is_adaptive=True),
 }
+# One of each kind; the others, whose mirrors tests/fusiond/shards has, are for -m long.
+RARE = ("hogwild", "collaborative", "ea_wild", f"dc_asgd(variance={VARIANCE}, adaptive=True")
+KINDS = [pytest.param(text, marks=[pytest.mark.long] * text.startswith(RARE)) for text in ASYNCHRONOUS]
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -424,7 +427,7 @@ class Turns:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
+@pytest.mark.parametrize("algorithm", KINDS)
 def test_what_was_answered_counts_whoever_is_lost_and_what_was_not_is_left_out(algorithm: str) -> None:
     with ElasticJob(train, {"algorithm": algorithm}, hosts=HOSTS, environment=SMALL) as job:
         turns = Turns(job, ASYNCHRONOUS[algorithm])
