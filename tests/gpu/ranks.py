@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_rt.torch as hvd
@@ -111,7 +110,8 @@ def die(device: str, dies: int) -> str:
 
 def distributed(device: str, store: str) -> Array:
     """Runs collectives of torch.distributed and steps of FSDP2 by the backend fusion; returns the parameters."""
-    from torch.distributed.fsdp import fully_shard  # torch 2.4, with which all tests are collected, has none
+    from torch.distributed.fsdp import fully_shard  # torch 2.4, with which all tests are collected, has neither
+    from torch.distributed.tensor import DTensor
 
     where = place(device)
     rank, size = hvd.rank(), hvd.size()

@@ -186,11 +186,13 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         exclusive: a home is at one part at a time; else several threads may be at work on it.
         waits: a worker may have to wait for other ranks, and so has to hear that they wait in another operation.
         tells: the home of the first bucket tells the others what to do.
+        carries: what comes to `change` without rates is kept for a later step.
     """
 
     exclusive: ClassVar[bool] = True
     waits: ClassVar[bool] = False
     tells: ClassVar[bool] = False
+    carries: ClassVar[bool] = False
 
     def __init__(self, spec: Spec, ranks: int) -> None:
         self.spec = spec

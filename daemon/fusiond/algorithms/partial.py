@@ -25,6 +25,8 @@ class Partial(Ordered[algorithms.Partial]):
     `aux`: what is carried.
     """
 
+    carries = True
+
     def decide(self, home: Home, part: Contribution) -> Iterator[Step]:
         _note_arrival(home, part)
         if part.version < home.version:

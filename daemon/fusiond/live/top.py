@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fusion_rt.core.wording import counted
 from fusiond.live.client import Lookout
 from fusiond.live.keys import Keys
 from fusiond.live.rates import NodeRates, RankRates, Rates
@@ -98,13 +99,9 @@ def _speed(rates: Rates) -> float | None:
     return min((rank.steps_per_second for rank in rates.ranks if rank.steps_per_second is not None), default=None)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _job(rates: Rates, lines: int, history: str) -> list[RenderableType]:
     speed = _speed(rates)
-    title = f"job {rates.job}: {_count(len(rates.nodes), 'node')}, {_count(len(rates.ranks), 'rank')}"
+    title = f"job {rates.job}: {counted(len(rates.nodes), 'node')}, {counted(len(rates.ranks), 'rank')}"
     if speed is not None:
         title += f", {speed:.2f} steps/s"
     said = [Text(title, style="bold", no_wrap=True)]

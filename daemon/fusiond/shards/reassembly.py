@@ -140,7 +140,8 @@ def _check(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanState, p
         raise WireError(f"{what} has {piece.nbytes} bytes, and {limit} is the most")
     if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
         raise WireError(f"{what} has the notes {list(piece.notes)}, which say nothing")
-    steps = piece.kind == "post" or (piece.kind == "update" and bool(piece.rates))
+    carried = piece.kind == "update" and not piece.rates and state.home_algorithm.carries
+    steps = piece.kind == "post" or (piece.kind == "update" and sized and not carried)
     if steps and (wrong := state.wrong_rates(bucket.index, piece.rates)):
         raise WireError(f"{what} cannot be taken in: {wrong}")
     if not (0 < piece.weight < math.inf):

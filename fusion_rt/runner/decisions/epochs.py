@@ -106,7 +106,7 @@ class Epochs:
         if had_workers or self.number == 0:
             self._workers.note(failure)
         if had_workers:
-            self._workers.reasons[-1] += f"; {left_out}"
+            self._workers.add(left_out)
             self._break()
         elif not self._none_is_left:  # else the job ends, and says why
             self._control.say(f"fusionrun: {in_short(failure)}; {left_out}")
@@ -128,13 +128,14 @@ class Epochs:
             if isinstance(failure, HostFailure):  # it never listens
                 self.refused(failure)
                 return
-            left_out = f"; {self._leave_out(host)}"
+            left_out = self._leave_out(host)
         if self._takes_part(host):
             self._workers.note(failure)
-            self._workers.reasons[-1] += left_out
+            if left_out:
+                self._workers.add(left_out)
             self._break()
         else:
-            self._control.say(f"fusionrun: {in_short(failure)}{left_out}")
+            self._control.say(f"fusionrun: {'; '.join(filter(None, (in_short(failure), left_out)))}")
         self._hosts.start_daemon(host)
         self._look()
 
@@ -232,7 +233,7 @@ class Epochs:
         if not self._start.is_over:
             self._start.fail(place[0], self.number)
         if not self._start.is_over or not self._limits.restarts or place in workers.given_up:
-            workers.reasons[-1] += f"; {self._leave_out(place[0])}"
+            workers.add(self._leave_out(place[0]))
         elif told := self._newcomers.fail(place, workers.failures[-1]):
             self._control.say(f"fusionrun: {told}")
         self._break()

@@ -100,6 +100,10 @@ class WorkerStates:
         self.failures.append(failure)
         self.reasons.append(in_short(failure))
 
+    def add(self, consequence: str) -> None:
+        """Adds to the last thing that went wrong what follows from it."""
+        self.reasons[-1] += f"; {consequence}"
+
     def leave(self, place: Place, error: str, leave_until: float) -> bool:
         """A worker has left; whether that is news. The others have until then to follow, if it is the first."""
         if self.states.get(place) is not WorkerState.RUNNING:

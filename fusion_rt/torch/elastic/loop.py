@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
-from fusion_rt.core.wording import counted
+from fusion_rt.core.wording import go_on
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.state import State
@@ -61,10 +61,7 @@ class Passage:
             state.sync()
         self._has_values = True
         if self._why and runtime().rank == 0:
-            size = runtime().size
-            go = "goes" if size == 1 else "go"
-            why = self._why.splitlines()[0]
-            _log.warning("%s %s on from the last commit, since %s", counted(size, "rank"), go, why)
+            _log.warning("%s from the last commit, since %s", go_on(runtime().size), self._why.splitlines()[0])
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
         """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET
+from fusion_rt.core.wording import go_on
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.basics import init
 from fusion_rt.torch.core.runtime import runtime, step_out
@@ -230,9 +231,7 @@ class Survival:
             exchanges.end(exchange)
         self._state._on_survived()
         if runtime().rank == 0:
-            size = runtime().size
-            go = "goes" if size == 1 else "go"
-            _log.warning("a rank was lost: the step that was under way is left out, and %d %s on", size, go)
+            _log.warning("a rank was lost: the step that was under way is left out, and %s", go_on(runtime().size))
 
     def _move(self, why: HorovodInternalError, daemon: str, dropped: Sequence[Exchange]) -> None:
         move(self._agent, str(why))

@@ -362,6 +362,7 @@ def update_for(workers: Workers, node: int) -> tuple[wire.Piece, memoryview]:
         ({"nbytes": 8}, "has 8 bytes instead of"),
         ({"kind": "image", "nbytes": 1 << 40}, "and .* is the most"),
         ({"rates": (float("inf"),)}, "its learning rates .inf. are not all finite"),
+        ({"rates": ()}, "it has 0 learning rates for at least 1 parameter groups"),
         ({"samples": 0}, "has 64 bytes, and 0 is the most"),
         ({"home": 0}, "no update of rank 0"),
         ({"clock": 1}, "message 1 of bucket . came to its mirror, which has 1"),

@@ -276,7 +276,7 @@ def plan(sync: Synchroniser) -> None:
 
 
 def residuals_of(optimizer: Any) -> dict[str, Array]:
-    """What the codecs of this rank's node have not sent, by tensor."""
+    """Returns what the codecs of this rank's node have not sent, by tensor."""
     kept = optimizer._sync.checkpoint.carry()
     return {} if kept is None else kept.residuals
 
@@ -397,7 +397,7 @@ class Turns:
         self.plan()
 
     def residuals(self, host: str) -> dict[str, Array]:
-        """What the codecs of a host have not sent."""
+        """Returns what the codecs of a host have not sent, by tensor."""
         self.hand(host).tell("residuals")
         found: dict[str, Array] = self.job.report(self.hand(host))
         return found

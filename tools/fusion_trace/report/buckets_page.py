@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from fusion_rt.core.wording import counted
 from fusion_trace.analyse.bucket_times import PHASES, BucketTimes, Plan
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import console, count, duration, problems, size, table
+from fusion_trace.report.wording import console, duration, problems, size, table
 
 MOST = 60  # that are shown
 
@@ -30,7 +31,7 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
     out = console()
     out.print(Text(f"job {trace.job}: buckets, and where their time goes (medians)", "bold"))
     for plan in plans:
-        about = f"{count(len(plan.buckets), 'bucket')}, {size(plan.nbytes)}"
+        about = f"{counted(len(plan.buckets), 'bucket')}, {size(plan.nbytes)}"
         out.print(f"plan {plan.number}: {about}, {duration(plan.at - trace.span[0])} after the first record")
     # What a script has done once, such as a broadcast of each parameter, would bury what is in every step.
     often = [bucket for bucket in found if bucket.plan or bucket.times > 1] or found
@@ -63,5 +64,5 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
         if found[MOST:]:
             out.print(f"and {len(found) - MOST} more (--json has them all)")
         if once:
-            out.print(f"and {count(once, 'tensor')} exchanged only once (--json has them)")
+            out.print(f"and {counted(once, 'tensor')} exchanged only once (--json has them)")
     problems(out, trace.problems)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from fusion_rt.core.wording import counted
 from fusion_trace.analyse.critical_path import Path, beside, totals
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import console, count, duration, numbers, problems, share, table
+from fusion_trace.report.wording import console, duration, numbers, problems, share, table
 
 MOST_ROWS = 25
 MOST_SEGMENTS = 200
@@ -28,7 +29,7 @@ def show(trace: JobTrace, paths: Sequence[Path], each: bool, others: Sequence[Pa
         problems(out, trace.problems)
         return
     whole = sum(path.step.ns for path in paths)
-    out.print(Text(f"job {trace.job}: the critical path of {count(len(paths), 'step')}", "bold"))
+    out.print(Text(f"job {trace.job}: the critical path of {counted(len(paths), 'step')}", "bold"))
     rows = table("activity", "where", "of a step", "share", left=2)
     sums = totals(paths)
     for (activity, place), ns in list(sums.items())[:MOST_ROWS]:
@@ -39,7 +40,7 @@ def show(trace: JobTrace, paths: Sequence[Path], each: bool, others: Sequence[Pa
     rows.add_row("all of it", "", duration(whole / len(paths)), share(1.0))
     out.print(rows)
     ends = Counter(path.step.rank for path in paths).most_common(3)
-    out.print("the last to end: " + ", ".join(f"rank {rank} ({count(n, 'step')})" for rank, n in ends))
+    out.print("the last to end: " + ", ".join(f"rank {rank} ({counted(n, 'step')})" for rank, n in ends))
     if each:
         for path in paths:
             out.print()

@@ -9,10 +9,11 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from fusion_rt.core.wording import counted
 from fusion_trace.analyse.diff import Diff, changed_ranks, verdict
 from fusion_trace.analyse.distributions import SHARE, Comparison
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import console, count, duration, problems, table
+from fusion_trace.report.wording import console, duration, problems, table
 
 MOST_RANKS = 8  # with all their rows
 
@@ -32,7 +33,7 @@ def show(first: JobTrace, second: JobTrace, found: Diff, confidence: float) -> N
             out.print(f"and {len(changed) - MOST_RANKS} more ranks that have changed (--json has all)")
     if same := len(found.ranks) - len(changed):
         out.print()
-        out.print(f"no change in the own work of {count(same, 'rank')}")
+        out.print(f"no change in the own work of {counted(same, 'rank')}")
     out.print(
         f"intervals of the difference; those of a table hold at once with {confidence:.0%} confidence, and where none "
         "is shown there are too few steps, or spikes",

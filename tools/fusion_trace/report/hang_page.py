@@ -10,9 +10,10 @@ from rich.text import Text
 
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
+from fusion_rt.core.wording import counted
 from fusion_rt.local import stack_text
 from fusion_trace.analyse.unfinished import Ending
-from fusion_trace.report.wording import count, numbers
+from fusion_trace.report.wording import numbers
 
 MOST_WAITING = 20  # operations that are shown
 MOST_RANKS = 16  # stacks that are shown
@@ -38,7 +39,7 @@ def lines(document: _Document) -> Iterator[_Line]:
     """Yields the lines about a job, each with its style."""
     if document["answered"]:
         topology = Topology(tuple(document["hosts"]), tuple(tuple(ranks) for ranks in document["ranks_of_nodes"]))
-        size = f"{count(topology.size, 'rank')} on {count(len(topology.hosts), 'node')}"
+        size = f"{counted(topology.size, 'rank')} on {counted(len(topology.hosts), 'node')}"
         yield f"job {document['job']}: {document['state']}, {size}", "bold"
         yield from _operations(document, topology)
     else:

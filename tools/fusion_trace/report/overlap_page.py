@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import rich.table
 from rich.text import Text
 
+from fusion_rt.core.wording import counted
 from fusion_trace.analyse.overlap import PARTS, Overview, Partition, overview
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import Table, console, count, duration, print_table, problems, share, table
+from fusion_trace.report.wording import Table, console, duration, print_table, problems, share, table
 
 MOST_STEPS = 40  # rows of single steps that are shown
 _BAR = 40  # characters
@@ -42,7 +43,7 @@ def show(trace: JobTrace, found: Sequence[Partition], each: bool) -> None:
         out.print()
         print_table(out, single_steps(found[:MOST_STEPS]))
         if found[MOST_STEPS:]:
-            out.print(f"and {count(len(found) - MOST_STEPS, 'step')} more (--json has them all)")
+            out.print(f"and {counted(len(found) - MOST_STEPS, 'step')} more (--json has them all)")
     problems(out, trace.problems)
 
 

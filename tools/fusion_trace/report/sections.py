@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from fusion_rt.core.wording import counted
 from fusion_trace.analyse import critical_path
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
@@ -15,7 +16,7 @@ from fusion_trace.report.curves import BANDWIDTHS, Curve
 from fusion_trace.report.figures import MOST_USED, Report
 from fusion_trace.report.findings import Told, findings
 from fusion_trace.report.runs import Run
-from fusion_trace.report.wording import Table, count, duration, interval, share, size
+from fusion_trace.report.wording import Table, duration, interval, share, size
 from fusion_trace.simulate.calibration import Figure
 
 MOST_ROWS = 64
@@ -75,7 +76,7 @@ def _overview(report: Report) -> Section:
     facts = [
         ("job", found.job),
         ("begun", summary_page.begun(trace)),
-        ("ranks", f"{len(trace.workers)} on {count(len(trace.hosts), 'node')}"),
+        ("ranks", f"{len(trace.workers)} on {counted(len(trace.hosts), 'node')}"),
         ("recorded", f"{found.seconds:.1f} s, {found.records} records, {found.overwritten} of them overwritten"),
     ]
     if found.overlap is not None:
@@ -178,7 +179,7 @@ def _overlap(report: Report) -> Section:
         about=(
             "A bucket whose exchange takes long and causes no wait is hidden; the last ones seldom are."
             + (
-                f" Not listed: {count(once, 'tensor')} exchanged only once, which `fusion-trace buckets` has."
+                f" Not listed: {counted(once, 'tensor')} exchanged only once, which `fusion-trace buckets` has."
                 if once
                 else ""
             ),
@@ -345,7 +346,7 @@ def _of_steps(report: Report) -> str:
     """Returns which steps' paths are summed."""
     steps = len({number for column in report.columns for number in range(column.first, column.last + 1)})
     paths = len(report.paths)
-    return f"{paths} steps spread over all" if paths < steps else count(paths, "step")
+    return f"{paths} steps spread over all" if paths < steps else counted(paths, "step")
 
 
 def _usage(report: Report) -> Section:

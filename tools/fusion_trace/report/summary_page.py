@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
+from fusion_rt.core.wording import counted
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.analyse.summary import Rank, Summary, alone
 from fusion_trace.read.job import JobTrace, LeftJob
@@ -15,7 +16,6 @@ from fusion_trace.report import stragglers_page
 from fusion_trace.report.wording import (
     Table,
     console,
-    count,
     duration,
     names,
     print_table,
@@ -50,7 +50,7 @@ def unhurt(ranks: Sequence[Rank]) -> tuple[str, bool] | None:
         return None
     usual = statistics.median(rank.median for rank in ranks)
     which = ", ".join(f"rank {rank.rank} takes {duration(rank.median)} a step" for rank in slow[:_MOST_SLOW])
-    more = f", {count(len(slow) - _MOST_SLOW, 'more rank')} as well" if slow[_MOST_SLOW:] else ""
+    more = f", {counted(len(slow) - _MOST_SLOW, 'more rank')} as well" if slow[_MOST_SLOW:] else ""
     return f"{which}{more}, where most take {duration(usual)}; but nobody waited for that", False
 
 
@@ -95,8 +95,8 @@ def show(trace: JobTrace, found: Summary) -> None:
     """Prints the page."""
     out = console()
     there = len(trace.hosts)
-    nodes = count(there, "node") if there >= trace.nodes else f"{there} of {trace.nodes} nodes"
-    who = f"{count(len(trace.workers), 'rank')} on {nodes}"
+    nodes = counted(there, "node") if there >= trace.nodes else f"{there} of {trace.nodes} nodes"
+    who = f"{counted(len(trace.workers), 'rank')} on {nodes}"
     out.print(Text(f"job {found.job}: {who}, {found.seconds:.1f} s, {found.records} records", "bold"))
     out.print(Text(f"begun {begun(trace)}{f': {_line(trace.command)}' if trace.command else ''}"), soft_wrap=True)
     for sentence in found.ended:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from fusion_rt.core.wording import counted
 from fusion_trace.analyse.tensor import Event, TensorLives
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import console, count, duration, problems, size, table
+from fusion_trace.report.wording import console, duration, problems, size, table
 
 MOST = 80  # events that are shown
 
@@ -36,7 +37,7 @@ def show(trace: JobTrace, found: TensorLives) -> None:
             rows.add_row(f"+{duration(event.since)}", duration(event.lasted), event.who, event.what)
         out.print(rows)
         if events[MOST:]:
-            out.print(f"and {count(len(events) - MOST, 'event')} more (--json has them all)")
+            out.print(f"and {counted(len(events) - MOST, 'event')} more (--json has them all)")
     problems(out, trace.problems)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fusion_rt.core.wording import counted
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import count, problems
+from fusion_trace.report.wording import problems
 from fusion_trace.simulate.calibration import Answer, Estimate, Figure
 from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.recorded import Recorded
@@ -44,8 +45,8 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 120
-    sizes = count(recorded.nodes, "node"), count(recorded.nodes * recorded.workers, "rank")
-    steps = count(len(recorded.every), "step")
+    sizes = counted(recorded.nodes, "node"), counted(recorded.nodes * recorded.workers, "rank")
+    steps = counted(len(recorded.every), "step")
     console.print(f"{trace.job}: {', '.join((*sizes, steps))}; {_links(found)}{_encoded(recorded)}")
     table = Table()
     for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):

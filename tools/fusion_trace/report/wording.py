@@ -61,10 +61,6 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}" if value < 0.9995 else "100%"
 
 
-def count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def numbers(values: Sequence[int], most: int = 6) -> str:
     """Returns increasing numbers as ranges, `1-4, 7`; with more than `most` of these, how many numbers are left out."""
     runs: list[list[int]] = []
