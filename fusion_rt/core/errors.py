@@ -1,5 +1,7 @@
 """The exceptions that users see; workers, the launcher and the daemon share them."""
 
+DIED = "died (killed, or crashed) without leaving the job"  # of a worker, in the text of what fails because of it
+
 
 class FusionError(Exception):
     """Base of all errors that this project raises on purpose; the text is a sentence for people."""

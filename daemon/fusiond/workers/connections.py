@@ -19,7 +19,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.core.errors import ArenaError, FusionError, WireError
+from fusion_rt.core.errors import DIED, ArenaError, FusionError, WireError
 from fusion_rt.host.arena import Segment
 from fusion_rt.host.process_memory import Process, ProcessMemoryError
 from fusion_rt.kernels.ordinary import Operand, Remote
@@ -248,7 +248,7 @@ class Workers:
             self._end(link, f"sent something that is no message: {error}")
             return
         if not data:
-            self._end(link, "died (killed, or crashed) without leaving the job")
+            self._end(link, DIED)
             return
         self._received += 1
         try:

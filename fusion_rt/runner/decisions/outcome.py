@@ -22,7 +22,8 @@ class HostFailure:
     Attributes:
         host: its name.
         reasons: a sentence each.
-        echo: how far it tells of another failure only: 0 not at all, 1 it does, 2 in the other one's own words.
+        echo: how far it tells of another failure only: 0 not at all, 1 it does, 2 in the other one's own words,
+            or that the other one has died.
     """
 
     host: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
+from fusion_rt.core.errors import DIED
 from fusion_rt.core.traceback_format import MARGIN, TRACEBACK
 
 _ECHO = re.compile(r"[\w.]*\b(HorovodInternalError|CollectiveError)\b")
@@ -22,12 +23,12 @@ def echo_of(stderr: str) -> int:
     It does when its exception is HorovodInternalError (or CollectiveError, which is one), or was raised because of one.
 
     Returns:
-        0 not at all, 1 it does, 2 in the other one's own words.
+        0 not at all, 1 it does, 2 in the other one's own words, or that the other one has died.
     """
     chain = _chain(_lines(stderr))
     if not any(_ECHO.match(_error(lines)) for lines in chain):
         return 0
-    return 2 if any(_is_quote(line) for lines in chain for line in lines) else 1
+    return 2 if any(_is_quote(line) or DIED in line for lines in chain for line in lines) else 1
 
 
 def last_error(stderr: str) -> str:

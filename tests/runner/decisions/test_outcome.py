@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fusion_rt.core.errors import DIED
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.runner.decisions.outcome import (
     DaemonFailure,
@@ -94,6 +95,13 @@ def test_a_rank_that_quotes_another_ones_traceback_is_the_last_to_be_chosen() ->
         "fusionrun: rank 2 on host b failed first: fusion_rt.core.errors.HorovodInternalError: rank 0 (host a) failed: "
         "fusion_rt.core.errors.HorovodInternalError: shapes differ"
     )
+
+
+def test_a_rank_that_has_seen_another_one_die_does_not_hide_why_that_one_did() -> None:
+    own = worker(1, stderr=ECHO.replace("rank 1 (host b) ended", "the ranks disagree about 'loss'"))
+    witness = worker(2, stderr=ECHO.replace("ended", DIED))
+    assert first_cause([witness, own]) is own
+    assert first_cause([witness, worker(0, stderr=ECHO)]) is not witness
 
 
 def test_a_worker_killed_while_it_reported_an_echo_is_no_echo() -> None:

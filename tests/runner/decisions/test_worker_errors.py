@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.errors import DIED, HorovodInternalError
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.runner.decisions.worker_errors import echo_of, in_a_line, last_error
 
@@ -107,6 +107,10 @@ def test_an_operation_that_fails_without_a_traceback_of_another_rank_may_be_the_
     stderr = printed(echo("the shapes differ"))
     assert echo_of(stderr) == 1
     assert last_error(stderr) == ECHO + "rank 1 (host b) failed: the shapes differ"
+
+
+def test_an_operation_that_fails_since_a_rank_has_died_tells_of_that_one_only() -> None:
+    assert echo_of(printed(echo(f"rank 1 (host b, pid 7) {DIED}"))) == 2
 
 
 def test_what_fails_because_of_an_echo_is_one() -> None:
