@@ -12,7 +12,7 @@ import gc
 import io
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -603,6 +603,12 @@ def test_weights_changed_while_their_update_waits_are_refused() -> None:
         weight = model[2].weight.data  # which no version tells of
         weight.clamp_(max=float(weight.max()) / 2)
 
+    def clamping(model: torch.nn.Sequential, steps: Iterable[int]) -> Iterator[int]:
+        for step in steps:
+            clamped(model)
+            yield step
+
+    message = r"'2\.weight' was changed.*overlap.*synchronize_parameters\(\)"
     for overlap in ("forward", "stale"):
         for change in (masked, clamped):
             model = make_model()
@@ -612,9 +618,15 @@ def test_weights_changed_while_their_update_waits_are_refused() -> None:
             change(model)
             train(model, optimizer, range(2, 3))
             change(model)
-            with pytest.raises(ValueError, match=r"'2\.weight' was changed.*overlap.*synchronize_parameters\(\)"):
+            with pytest.raises(ValueError, match=message):
                 train(model, optimizer, range(3, 4))
             optimizer.zero_grad()
+        model = make_model()  # and where that begins when only a part of the parameters is looked at in each step
+        optimizer = distributed(model, overlap)
+        train(model, optimizer, range(20))
+        with pytest.raises(ValueError, match=message):
+            train(model, optimizer, clamping(model, range(20, 36)))
+        optimizer.zero_grad()
 
 
 @on_ranks

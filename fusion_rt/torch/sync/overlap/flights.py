@@ -19,6 +19,11 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.slots import memory_order
 
+# Sums of bits take a pass over the memory of all parameters: 12 ms of a step with 25 million, which was most of what
+# overlap costs where ranks share a host. A script that changes parameters itself does so from its first steps on.
+_FULL_STEPS = 8  # of an optimizer, in which all its parameters are summed
+_EVERY = 16  # afterwards each parameter is, in one of so many steps
+
 
 class Flight:
     """Gradients of some parameters between `step()` and their application.
@@ -44,6 +49,7 @@ class Flight:
         self.operation = operation
         self.gradients = list(gradients)
         self.failure: HorovodInternalError | None = None
+        self._turn = 0
         self._marks: list[tuple[int, int]] = []
 
     def receive(self) -> None:
@@ -71,19 +77,32 @@ class Flight:
         if self.bucket is not None and self.operation is not None:
             self.bucket.await_end(self.operation)
 
-    def mark(self, finish: Callable[[], None]) -> None:
+    def mark(self, finish: Callable[[], None], turn: int) -> None:
         """Marks the parameters, which the script must not change from now on. Who copies or pickles one calls `finish`
-        first."""
-        self._marks = [_mark(parameter) for parameter in self.parameters]
+        first.
+
+        Args:
+            turn: number of the optimizer's steps in which its parameters were marked before.
+        """
+        self._turn = turn
+        self._marks = self._marks_now()
         for parameter in self.parameters:
             parameter.__dict__["__deepcopy__"] = partial(_copied, parameter, finish)
             parameter.__dict__["__reduce_ex__"] = partial(_reduced, parameter, finish)
 
     def touched(self) -> Iterator[torch.Tensor]:
         """Yields the parameters that have changed since `mark`."""
-        for parameter, mark in zip(self.parameters, self._marks, strict=True):
-            if _mark(parameter) != mark:
+        for parameter, before, now in zip(self.parameters, self._marks, self._marks_now(), strict=True):
+            if now != before:
                 yield parameter
+
+    def _marks_now(self) -> list[tuple[int, int]]:
+        """Returns the version of each parameter, and the sum of its bits if that is taken in this turn, or 0."""
+        full = self._turn < _FULL_STEPS
+        return [
+            (parameter._version, _sum_of_bits(parameter) if full or (self._turn + number) % _EVERY == 0 else 0)
+            for number, parameter in enumerate(self.parameters)
+        ]
 
     def unmark(self) -> None:
         """Removes the hooks for copying from the parameters."""
@@ -126,13 +145,13 @@ def _reduced(parameter: torch.Tensor, finish: Callable[[], None], protocol: Any)
     return reduce(protocol)
 
 
-def _mark(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns a parameter's version and the sum of its elements' bits, which change with the elements (writes through
-    `p.data` do not change the version). The sum is 0 on a device, where it would have to be waited for."""
-    version: int = parameter._version
+def _sum_of_bits(parameter: torch.Tensor) -> int:
+    """Returns the sum of a parameter's bits, read as integers. It changes with an element also where that is written
+    through `p.data`, which the parameter's version does not tell. It is 0 on a device, where it would have to be waited
+    for."""
     if not device.layer.is_host(parameter):
-        return version, 0
+        return 0
     in_order = parameter.detach().permute(memory_order(parameter))
     octets = in_order.reshape(-1).contiguous().view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
-    return version, int(octets[:whole].view(np.uint64).sum()) + sum(octets[whole:].tolist())
+    return int(octets[:whole].view(np.uint64).sum()) + int(octets[whole:].sum())

@@ -60,6 +60,7 @@ class Later(InBackward):
         self._last: Flight | None = None  # the plan's last, which fails if a rank has given the step up
         self._under_way: Exchange | None = None  # that of the flights, until it is known how it has ended
         self._applying = False
+        self._marked = 0  # times that parameters were marked
         self._lock = threading.RLock()  # forward passes may run on several threads
         watching.watch(self)
 
@@ -161,7 +162,8 @@ class Later(InBackward):
         for flight in flights:
             for parameter in flight.parameters:
                 parameter.grad = None
-            flight.mark(self.finish)
+            flight.mark(self.finish, self._marked)
+        self._marked += 1
         watching.watch(self)
         if self._uses.recording:
             self._uses.conclude([slot.parameter for slot in self.sync.slots])
