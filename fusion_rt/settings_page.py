@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from fusion_rt.knobs import COMPATIBLE, GROUPS, Knob
@@ -46,27 +47,22 @@ def _section(title: str) -> str:
     head = [f"## {title[0].upper()}{title[1:]}", ""]
     if title == COMPATIBLE:
         head += [_COMPATIBLE]
-    head += ["| flag | variable | YAML key | default | meaning |", "| --- | --- | --- | --- | --- |"]
+    head += ["| flag, variable, YAML key | default | meaning |", "| --- | --- | --- |"]
     rows = [_row(knob) for knob in KNOBS if knob.group == title]
     return "\n".join([*head, *rows, ""])
 
 
 def _row(knob: Knob) -> str:
-    flags = "<br>".join(_code(flag, knob) for flag in (*knob.flags, *knob.off))
+    value = "" if knob.unit is SWITCH else f" {knob.metavar}"
+    names = [*(f"{flag}{value}" for flag in (*knob.flags, *knob.off)), *filter(None, (knob.variable, knob.yaml))]
     default = "" if knob.idle else knob.default_text
-    cells = (flags, _code(knob.variable), _code(knob.yaml), default, " ".join(_meaning(knob)))
+    cells = ("<br>".join(f"`{name}`" for name in names), default, " ".join(_meaning(knob)))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _code(text: str, knob: Knob | None = None) -> str:
-    if not text:
-        return ""
-    value = "" if knob is None or knob.unit is SWITCH else f" {knob.metavar}"
-    return f"`{text}{value}`"
-
-
 def _meaning(knob: Knob) -> list[str]:
-    sentences = [knob.help if knob.help.endswith(".") else f"{knob.help}."]
+    text = re.sub(r"\bdocs/([\w/-]+\.md)", r"[\1](\1)", knob.help)
+    sentences = [text if text.endswith(".") else f"{text}."]
     if knob.unit in (BYTES, SECONDS, LIMIT):
         sentences.append(f"A bare number is {_bare(knob)}.")
     if knob.inverse:

@@ -137,13 +137,19 @@ def test_the_page_of_the_documentation_is_up_to_date() -> None:
 
 
 def test_the_page_says_what_a_bare_number_counts_and_what_has_no_effect() -> None:
-    rows = {line.split(" | ")[0]: line for line in settings_page.page().splitlines()}
-    fusion = rows["| `--fusion-threshold-mb SIZE`"]
-    assert "| `HOROVOD_FUSION_THRESHOLD` | `params.fusion_threshold_mb` | 16 MiB |" in fusion
+    rows = {line.split("`")[1]: line for line in settings_page.page().splitlines() if line.startswith("| `")}
+    fusion = rows["--fusion-threshold-mb SIZE"]
+    assert "SIZE`<br>`HOROVOD_FUSION_THRESHOLD`<br>`params.fusion_threshold_mb` | 16 MiB |" in fusion
     assert "A bare number is in MiB, but in bytes in the variable." in fusion
-    assert "A bare number is in milliseconds. No effect: " in rows["| `--cycle-time-ms SECONDS`"]
-    assert rows["| `--encryption auto\\|all\\|control`"].count(" | ") == 4
-    assert "The variable means the opposite." in rows["| `--stall-check`<br>`--no-stall-check`"]
+    assert "A bare number is in milliseconds. No effect: " in rows["--cycle-time-ms SECONDS"]
+    assert rows["--encryption auto\\|all\\|control"].count(" | ") == 2
+    assert "`--stall-check`<br>`--no-stall-check`" in rows["--stall-check"]
+    assert "The variable means the opposite." in rows["--stall-check"]
+
+
+def test_the_page_links_the_pages_that_a_setting_names() -> None:
+    assert "(docs/" not in settings_page.page()
+    assert "([start/two-machines.md](start/two-machines.md))" in settings_page.page()
 
 
 def test_steps_of_a_timeline_are_a_range_as_everywhere() -> None:

@@ -1,7 +1,8 @@
 """Additions of MkDocs to docs/: pages made from other files of the repository, and links that lead to them.
 
 Pages link as files do, so that they can be read where they lie: `../SECURITY.md`, `../examples/digits.py`. On the site
-the README is the first page, examples are pages that show them, and each command has its help.
+the README is the first page, examples are pages that show them, and each command has its help. A link whose text is the
+name of a page's file, `[elastic.md](elastic.md)`, has the title of the page there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ COMMANDS = {
     "fusion-trace": ["fusion_trace"],
 }
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)")
+_NAMED = re.compile(r"\[[\w/-]+\.md\](?=\(([^)#\s]+))")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -100,7 +102,11 @@ def _relinked(text: str, source: Path, target: str) -> str:
             return match[1]
         return os.path.relpath(page, os.path.dirname(target) or ".")
 
-    return _LINK.sub(link, text)
+    def title(match: re.Match[str]) -> str:
+        first = (source.parent / match[1]).read_text(encoding="utf-8").partition("\n")[0]
+        return f"[{first.removeprefix('# ')}]"
+
+    return _LINK.sub(link, _NAMED.sub(title, text))
 
 
 def _commands() -> str:
@@ -114,7 +120,7 @@ def _commands() -> str:
 
 
 def _help(module: list[str], command: list[str]) -> str:
-    environment = {**os.environ, "COLUMNS": "110", "TERM": "dumb", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
     argv = [sys.executable, "-m", *module, *command, "--help"]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout.strip("\n")
 
