@@ -40,7 +40,7 @@ def machine(found: All) -> str:
     sentence += f"{max(loads):g}."
     if any(each.busy for each in machines):
         sentence += (
-            " A load average above half of the cores means that other programs used them, too, or that it had not "
+            " A load average above half of the cores means that other programs used them, too. It may also not have "
             "fallen yet after the measurement before. Then a contender with more processes, such as fusion_rt with "
             "its daemons, is slower than on an idle machine."
         )
