@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.conftest import TIMEOUT_S
+from tests.runner.conftest import LASTING, TIMEOUT_S
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,6 +65,22 @@ def test_an_error_of_all_ranks_is_told_once(fusionrun) -> None:
     result = fusionrun.python(code)
     assert result.returncode == 1
     assert last_line(result.stderr).endswith("HorovodInternalError: shapes differ: rank 0 (2,), rank 1 (3,)")
+
+
+def test_the_traceback_of_many_ranks_is_printed_once(fusionrun) -> None:
+    error = "HorovodInternalError('rank 9 is late')"
+    code = f"{RANK}from fusion_rt.core.errors import HorovodInternalError\n{MEET}time.sleep(0.2)\nraise {error}"
+    result = fusionrun.python(code, np=3, TEST_SETTLE="60")
+    assert result.stderr.count("]<stderr>:Traceback (most recent call last):\n") == 1
+    assert result.stderr.count("]<stderr>:Traceback as of rank ") == 2
+    assert len(re.findall(r"\]<stderr>:.*HorovodInternalError: rank 9 is late\n", result.stderr)) == 3
+
+
+def test_a_traceback_whose_end_does_not_come_is_printed_while_the_job_runs(fusionrun) -> None:
+    line = "Traceback (most recent call last):"
+    process = fusionrun.start("-np", "1", "sh", "-c", f"echo '{line}' >&2; {LASTING}")
+    fusionrun.until_told(process, f"[0]<stderr>:{line}\n")
+    assert process.wait(TIMEOUT_S) == 0
 
 
 def test_the_others_get_term_and_may_still_act(fusionrun, tmp_path: Path) -> None:

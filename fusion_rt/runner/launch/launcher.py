@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 INTERRUPT_GRACE = 3.0  # seconds when a person or a batch system interrupts: with the rest, all is over within 5
 _SILENCE = 6.0  # times FUSION_HEARTBEAT_TIMEOUT, after which launcher and agent take each other for gone
+_HOLD_S = 1.0  # seconds for which a traceback may wait for its end
 _FLUSH_S = 5.0  # seconds the reader of our own output has to take the rest of it
 _FLUSH_INTERRUPTED_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -97,6 +98,7 @@ class Launch:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # for the next decision, or the end of the grace
         self._due = math.inf  # when the next decision is
+        self._release: asyncio.TimerHandle | None = None  # for output that is held
 
     def _make_decisions(self) -> Fixed | Epochs:
         plan, settings = self._plan, self._plan.settings
@@ -367,6 +369,12 @@ class Launch:
             self._has_output = True
             self._note(f"first output, of rank {rank}")
         self._output.feed(place, rank, stream, data)
+        if self._output.holds and self._release is None:
+            self._release = self._loop.call_later(_HOLD_S, self._release_output)
+
+    def _release_output(self) -> None:
+        self._release = None
+        self._output.release()
 
     async def _room(self) -> None:
         """Waits until our own output can take more."""

@@ -2,7 +2,8 @@
 
 A line becomes `[rank]<stdout>:line` or `[rank]<stderr>:line`, written in one piece so that ranks never tear each
 other's lines. A piece that ends in a carriage return (a progress bar) is passed on as it is, with its mark, at once. A
-last line without an end gets one. Lines beyond `MAX_LINE` are broken.
+last line without an end gets one. Lines beyond `MAX_LINE` are broken. Of a traceback that many ranks print, the
+launcher shows one (`repeated_tracebacks`), and the files of the ranks have all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from fusion_rt.host.private_files import open_private, open_private_directory
 from fusion_rt.runner.decisions.places import Place
+from fusion_rt.runner.launch.repeated_tracebacks import RepeatedTracebacks
 from fusion_rt.runner.protocol.agent_messages import Stream
 
 MAX_LINE = 1024 * 1024  # bytes that are kept of a line whose end has not come
@@ -67,6 +69,7 @@ class WorkerOutput:
         self._lines: dict[tuple[Place, Stream], tuple[int, Lines]] = {}  # with the rank, of each worker
         self._tails: dict[Place, bytes] = {}
         self._files: dict[tuple[int, Stream], int] = {}
+        self._tracebacks = RepeatedTracebacks()
         self._directory = directory
         self._digits = len(str(size - 1))
         self.make_files(size)
@@ -86,12 +89,24 @@ class WorkerOutput:
         self.flush()
         self._lines.clear()
         self._tails.clear()
+        self._tracebacks = RepeatedTracebacks()
         self.make_files(size)
 
+    @property
+    def holds(self) -> bool:
+        """Tells whether a traceback is held to which lines may still be added."""
+        return bool(self._tracebacks)
+
+    def release(self) -> None:
+        """Writes the tracebacks that are held."""
+        for rank, lines in self._tracebacks.release():
+            self._sink.write(2, self._marked(rank, "stderr", lines))
+
     def flush(self) -> None:
-        """Writes last lines that have no end."""
+        """Writes last lines that have no end, and tracebacks that are held."""
         for (_, stream), (rank, lines) in self._lines.items():
             self._write(rank, stream, lines.flush())
+        self.release()
 
     def close(self) -> None:
         """Closes the files. The sink must have written all it was given."""
@@ -104,14 +119,16 @@ class WorkerOutput:
         return self._tails.get(place, b"").decode(errors="replace")
 
     def _write(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
-        if not lines:
-            return
+        if lines and (rank, stream) in self._files:
+            self._sink.write(self._files[rank, stream], self._marked(rank, stream, lines))
+        shown = lines if stream == "stdout" else self._tracebacks.take(rank, lines)
+        if shown:
+            self._sink.write(1 if stream == "stdout" else 2, self._marked(rank, stream, shown))
+
+    def _marked(self, rank: int, stream: Stream, lines: list[bytes]) -> bytes:
         now = time.asctime() if self._timestamps else ""
         mark = f"{now}[{rank}]<{stream}>:".encode()
-        marked = b"".join(mark + line for line in lines)
-        self._sink.write(1 if stream == "stdout" else 2, marked)
-        if (rank, stream) in self._files:
-            self._sink.write(self._files[rank, stream], marked)
+        return b"".join(mark + line for line in lines)
 
     def make_files(self, size: int) -> None:
         """Makes the files of the first `size` ranks, of those that have none."""

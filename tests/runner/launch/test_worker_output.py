@@ -133,3 +133,36 @@ def test_ranks_may_become_other_workers_and_more(tmp_path: Path) -> None:
     assert sink.text(2) == "[0]<stderr>:half a li\n[0]<stderr>:new\n[1]<stderr>:other\n"
     output.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank.0", "rank.1"]
+
+
+ERROR = b"Traceback (most recent call last):\n  File\nfusion_rt.core.errors.HorovodInternalError: rank 2 is gone\n"
+
+
+def test_a_traceback_of_two_ranks_is_shown_once_and_is_whole_in_the_files_of_both(tmp_path: Path) -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=2, directory=str(tmp_path))
+    for rank in range(2):
+        output.feed(("a", rank), rank, "stderr", ERROR)
+    assert output.holds
+    output.release()
+    first = "".join(f"[0]<stderr>:{line}\n" for line in ERROR.decode().splitlines())
+    last = ERROR.decode().splitlines()[-1]
+    assert sink.text(2) == f"{first}[1]<stderr>:Traceback as of rank 0: {last}\n"
+    files = sorted({fd for fd, _ in sink.writes} - {2})
+    assert [sink.text(fd) for fd in files] == [first, first.replace("[0]", "[1]")]
+    assert output.tail(("a", 1)) == ERROR.decode(), "what ended the rank is known, however it is shown"
+    output.close()
+
+
+def test_a_traceback_that_has_no_end_is_written_at_the_end_or_when_it_is_released() -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=2)
+    output.feed(("a", 0), 0, "stderr", b"Traceback (most recent call last):\n  Fi")
+    assert output.holds
+    assert not sink.writes
+    output.release()
+    assert not output.holds
+    assert sink.text(2) == "[0]<stderr>:Traceback (most recent call last):\n"
+    output.feed(("a", 1), 1, "stderr", b"Traceback (most recent call last):\n  Fi")
+    output.flush()
+    assert sink.text(2).endswith("[0]<stderr>:  Fi\n[1]<stderr>:Traceback (most recent call last):\n[1]<stderr>:  Fi\n")
