@@ -9,39 +9,52 @@
     done
     python examples/compare.py --plot curves
 
-Each job trains the same small net on scikit-learn's digits for so many seconds, each rank at its own pace, and writes a
+Each job trains the same small net on scikit-learn's digits for some seconds, each rank at its own pace, and writes a
 file with the curve of rank 0's model, which needs no exchange; the last point is of the model that all ranks agree on
 (`hvd.consensus`). Ranks that take fewer steps are waited for at the end only (`hvd.join`), so that algorithms that wait
 for nobody are compared fairly. `--slow 0.05` makes the last rank wait so long in each step; `--plot` needs matplotlib,
 which `pip install '.[examples]'` brings.
+
+Compare them on your own model, with a folder of curves for each model:
+
+    fusionrun -np 4 python examples/compare.py --model mine:net --data mine:samples --batch 32 --lr 0.1 --out curves
+
+`net()` in `mine.py` here returns a `torch.nn.Module`. `samples()` returns inputs and class numbers, two tensors with a
+row a sample, alike on all ranks; without `--data` they are the digits, 64 numbers each of 10 classes. The loss is the
+cross-entropy over the last dimension of the model's output, so samples may be texts and classes tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 
 import fusion_rt.torch as hvd
 from fusion_rt.settings import Settings
 
-TEST, BATCH = 360, 16
+TEST = 360  # samples that nobody trains on, but at most a quarter of all
 POINTS = 40  # of a curve
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compares training algorithms and codecs.")
     parser.add_argument("--seconds", type=float, default=10.0, help="for which each rank trains (%(default)s)")
+    own = {"type": function, "metavar": "MODULE:FUNCTION"}
+    parser.add_argument("--model", **own, default=net, help="returns the model (default: a net for the digits)")
+    parser.add_argument("--data", **own, default=digits, help="returns inputs and classes (default: the digits)")
+    parser.add_argument("--batch", type=int, default=16, help="samples a step of each rank (%(default)s)")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that the last rank waits in each step")
@@ -50,19 +63,47 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Returns the points of the curve: step, seconds, bytes, loss and accuracy on images that nobody trains on."""
-    torch.manual_seed(options.seed)
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(digits.data / 16, dtype=torch.float32)[order]
-    labels = torch.tensor(digits.target)[order]
-    mine = slice(TEST + hvd.rank(), None, hvd.size())
-    width = 256
-    model = torch.nn.Sequential(
+def function(name: str) -> Callable[[], Any]:
+    """Returns the function that `MODULE:FUNCTION` names, where modules of the working directory come first."""
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} names no function: {error}; write MODULE:FUNCTION") from error
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scikit-learn's images of digits, a row each, and their labels."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return torch.tensor(found.data / 16, dtype=torch.float32), torch.tensor(found.target)
+
+
+def net(width: int = 256) -> torch.nn.Module:
+    """Returns a net for the digits."""
+    return torch.nn.Sequential(
         torch.nn.Linear(64, width), torch.nn.ReLU(),
         torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 10),
     )  # fmt: skip
+
+
+def cross_entropy(guess: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of guesses, whose last dimension is the classes; the others are those of `classes`."""
+    return F.cross_entropy(guess.flatten(0, -2), classes.flatten())
+
+
+def train(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Returns the points of the curve: step, seconds, bytes, loss and accuracy on samples that nobody trains on."""
+    torch.manual_seed(options.seed)
+    inputs, classes = options.data()
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
+    inputs, classes = inputs[order], classes[order]
+    test = min(TEST, len(classes) // 4)
+    mine = slice(test + hvd.rank(), None, hvd.size())
+    model = options.model()
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), options.lr, momentum=0.9), model.named_parameters()
     )
@@ -72,10 +113,12 @@ def train(options: argparse.Namespace) -> list[dict[str, float]]:
 
     def judge() -> None:
         point = {"step": step, "seconds": time.perf_counter() - start, "bytes": hvd.network_stats()["sent"] - sent}
+        model.eval()
         with torch.no_grad():
-            guess = model(images[:TEST])
-            loss = F.cross_entropy(guess, labels[:TEST]).item()
-            accuracy = (guess.argmax(1) == labels[:TEST]).float().mean().item()
+            guess = model(inputs[:test])
+            loss = cross_entropy(guess, classes[:test]).item()
+            accuracy = (guess.argmax(-1) == classes[:test]).float().mean().item()
+        model.train()
         curve.append({**point, "loss": loss, "accuracy": accuracy})
 
     step = 0
@@ -84,11 +127,11 @@ def train(options: argparse.Namespace) -> list[dict[str, float]]:
     while (seconds := time.perf_counter() - start) < options.seconds:
         if hvd.rank() == 0 and seconds >= len(curve) * options.seconds / POINTS:
             judge()
-        chosen = torch.randint(len(labels[mine]), (BATCH,), generator=draw)
+        chosen = torch.randint(len(classes[mine]), (options.batch,), generator=draw)
         optimizer.zero_grad()
         if hvd.rank() == hvd.size() - 1:
             time.sleep(options.slow)
-        F.cross_entropy(model(images[mine][chosen]), labels[mine][chosen]).backward()
+        cross_entropy(model(inputs[mine][chosen]), classes[mine][chosen]).backward()
         optimizer.step()
         step += 1
     hvd.join()
@@ -121,7 +164,7 @@ def plot(folder: Path) -> Path:
             along, losses = [point[name] * scale for point in middle], [point["loss"] for point in middle]
             axis.plot(along, losses, color=colour, linewidth=2, label="" if axis is axes[1] else way)
     axes[0].plot([], [], "D", color="white", markeredgecolor="black", label="model of all ranks, at the end")
-    axes[0].set(xlabel="seconds", ylabel="loss on test images", yscale="log")
+    axes[0].set(xlabel="seconds", ylabel="loss on test samples", yscale="log")
     axes[1].set(xlabel="MB that host 0 has sent")
     sent = [point["bytes"] * 1e-6 for its in curves.values() for curve in its for point in curve if point["bytes"]]
     if sent:  # by several hosts

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples import compare
 from examples.compare import median, plot
@@ -32,6 +33,52 @@ def test_a_job_leaves_the_curve_of_the_model_that_all_ranks_agree_on(
     seconds = [point["seconds"] for point in found["curve"]]
     assert seconds == sorted(seconds)
     assert found["curve"][-1]["loss"] < 0.9 * found["curve"][0]["loss"]
+
+
+OWN = """
+import torch
+
+def net():
+    return torch.nn.Sequential(torch.nn.Embedding(5, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 5))
+
+def samples():  # of each token the next one
+    texts = torch.arange(320).reshape(40, 8) % 5
+    return texts, (texts + 1) % 5
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_model_and_data_of_ones_own_are_named_by_their_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.setenv("FUSION_ALGORITHM", "diloco(steps=2)")
+    own = ("--model", "mine:net", "--data", "mine:samples", "--batch", "4", "--seconds", "2", "--lr", "0.3")
+    printed, _ = run_scripts(tmp_path, SCRIPT, *own, "--out", "curves")
+    assert "diloco(steps=2) dense: " in printed
+    (file,) = (tmp_path / "curves").glob("*.json")
+    curve = json.loads(file.read_text())["curve"]
+    assert curve[0]["loss"] > 1
+    assert curve[-1]["loss"] < 0.1, "of the model of all ranks, without dropout"
+    assert curve[-1]["accuracy"] == 1
+
+
+@pytest.mark.parametrize("name", ["nowhere:net", "json", "json:nothing"])
+def test_a_name_of_no_function_is_refused_with_the_form_that_it_needs(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.make_parser().parse_args(["--model", name])
+    assert f"argument --model: {name!r} names no function: " in capsys.readouterr().err
+
+
+def test_a_loss_over_texts_is_the_mean_over_their_tokens() -> None:
+    guess, classes = (
+        torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1)),
+        torch.arange(12).reshape(3, 4) % 5,
+    )
+    expected = -sum(guess[i, j].log_softmax(0)[classes[i, j]] for i in range(3) for j in range(4)) / 12
+    assert torch.allclose(compare.cross_entropy(guess, classes), expected)
 
 
 def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
