@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence, Sized
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
@@ -93,6 +93,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num = 0
         self._dealt: list[int] | None = None  # the order of this epoch, where it is not the one that the seed gives
         self._late: list[int] = []  # of this epoch, for the next one
+        self._carried: list[int] = []  # late ones of the epoch before, which are in this one once more
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -100,8 +101,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.epoch = epoch
         self.processed_num = 0
         self._dealt = None
-        if self._late:
-            self._dealt, self._late = [*self._order(), *self._late], []
+        self._carried, self._late = self._late, []
+        if self._carried:
+            self._dealt = [*self._order(), *self._carried]
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -129,11 +131,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for `load_state_dict`: `epoch` and `processed_num`.
 
-        After `follow` there are also the `order` of the epoch, and samples that are `late`.
+        After `follow` there are also the `order` of the epoch, and samples that are `late` or were in the epoch before.
         """
         state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
         if self._dealt is not None:
-            state |= {"order": list(self._dealt), "late": list(self._late)}
+            state |= {"order": list(self._dealt), "late": list(self._late), "carried": list(self._carried)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,10 +144,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num = state_dict["processed_num"]
         self._dealt = state_dict.get("order")
         self._late = list(state_dict.get("late", ()))
+        self._carried = list(state_dict.get("carried", ()))
         self.reset()
 
     def reset(self) -> None:
         """Deals the rest of the epoch among the present ranks."""
+        if self._dealt is not None:  # without what was repeated so that other ranks got as many
+            done = self._dealt[: self.processed_num]
+            self._dealt = [*done, *self._undone(self._dealt[self.processed_num :], done)]
+        self._deal()
+
+    def _deal(self) -> None:
         self.num_replicas = size()
         self.rank = rank()
         self.remaining_indices = self._order()[self.processed_num :]
@@ -190,8 +199,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         order = self._order()
         finished = order[: len(order) - len(self.remaining_indices)]
         finished += chain(*(before[rank][:count] for rank, count in done.items()))
-        gone = {*finished, *chain(*kept)}
-        pool = deque(index for index in dict.fromkeys(self.remaining_indices) if index not in gone)
+        pool = deque(self._undone(self.remaining_indices, [*finished, *chain(*kept)]))
         each = min(limits) if limits else max(-(-(len(pool) + sum(queued)) // len(standings)), *queued)
         for mine in kept:
             while pool and len(mine) < each:
@@ -202,7 +210,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._late += pool
         self.processed_num = len(finished)
         underway = self._pass
-        self.reset()
+        self._deal()
         self._recorded -= lag
         self.processed_num -= lag * self.num_replicas
         underway.indices, underway.fetched, self._pass = self.indices, queued[place], underway
@@ -229,6 +237,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         missing = self.total_size - len(self.remaining_indices)
         padded = self.remaining_indices + (self.remaining_indices * missing)[:missing]
         return [padded[rank :: self.num_replicas] for rank in range(self.num_replicas)]
+
+    def _undone(self, indices: Iterable[int], done: Iterable[int]) -> list[int]:
+        """Returns those of the indices that the epoch needs once more, in their order, when others are done."""
+        often, carried = Counter(done), Counter(self._carried)
+        found = []
+        for index in indices:
+            if often[index] <= carried[index]:
+                often[index] += 1
+                found.append(index)
+        return found
 
     def _record(self, number: int) -> None:
         """Counts `number` samples on each rank; samples that were repeated at the end of the epoch do not count."""

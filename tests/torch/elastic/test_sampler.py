@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
@@ -195,6 +196,43 @@ def test_whoever_stays_in_its_loop_when_ranks_are_lost_gets_what_they_had_not_do
             assert late < set(alive[0].sampler.state_dict()["order"])
 
 
+def test_what_is_repeated_when_ranks_are_lost_is_not_repeated_again_when_others_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank is lost, one comes, and the epoch ends: fewer samples than there are ranks were repeated, and not as many
+    again for each change."""
+    repeated = []
+    for samples in range(60, 120):
+        monkeypatch.setattr(sampler, "size", lambda: 6)
+        alive = []
+        for rank in range(6):
+            monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
+            alive.append(Loop(ElasticSampler(range(samples), seed=1), 4))
+        done = Counter(index for loop in alive for index in loop.step())
+        for loop in alive:
+            loop.begin()
+        alive.pop()
+        monkeypatch.setattr(sampler, "size", lambda: 5)
+        standings = [loop.sampler.standing() for loop in alive]
+        for rank, loop in enumerate(alive):
+            monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
+            assert loop.sampler.follow(standings)
+            loop.again()
+        done.update(index for loop in alive for index in loop.step())
+        monkeypatch.setattr(sampler, "size", lambda: 6)
+        state, alive = alive[0].sampler.state_dict(), []
+        for rank in range(6):
+            monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
+            each = ElasticSampler(range(samples), seed=1)
+            each.load_state_dict(state)
+            alive.append(Loop(each, 4))
+        while step := [index for loop in alive for index in loop.step()]:
+            done.update(step)
+        assert set(done) == set(range(samples))
+        repeated.append(done.total() - samples)
+    assert max(repeated) == 5
+
+
 class Loop:
     """One rank's training loop, whose loader fetches ahead as `DataLoader` does with workers."""
 
@@ -213,6 +251,11 @@ class Loop:
         self.fetch(1)
         self._underway = self._queue.pop(0) if self._queue else []
         return self._underway
+
+    def again(self) -> None:
+        """Puts the batch that was under way back, as `Manager` does."""
+        if self._underway:
+            self._queue.insert(0, self._underway)
 
     def end(self) -> None:
         if self._underway:
