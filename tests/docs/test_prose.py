@@ -46,7 +46,7 @@ PAGES = sorted({*FIRST_HOUR, *HOW_TO, ROOT / "SECURITY.md", *ROOT.glob("docs/**/
 CODE = [path for name in ("fusion_rt", "daemon", "tools", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
 MOST_WORDS = 25  # in a sentence of a page of the first hour
 MOST_IN_A_GUIDE = 45  # in one of a guide
-LONG_SHARE = 0.25  # of sentences with more than MOST_WORDS, in any page
+LONG_SHARE = 0.15  # of sentences with more than MOST_WORDS, in any page
 WORDS = {  # found in any page or message; what to write
     r"\bin force\b": "active",
     r"\blaid down\b": "recorded",
