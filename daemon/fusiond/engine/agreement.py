@@ -176,11 +176,13 @@ class Agreement:
             if small and self._executor.can_reduce_at_once(operation, recipe):
                 self._executor.reduce_at_once(operation, recipe)
                 return
-            local = operation.local()
-            rows = [p.signature.shape[0] if p.signature.shape else 1 for p in local]
+            parts = sorted(
+                operation.local(), key=lambda part: part.rank
+            )  # all members; those of a node are in another order
+            rows = [part.signature.shape[0] if part.signature.shape else 1 for part in parts]
             if kind == "join":
                 rows = self._participants.joined[-1:]
-            self._start(operation, rows, [p.splits for p in local])
+            self._start(operation, rows, [part.splits for part in parts])
             return
         in_group = wire.is_group(operation.key.process_set)
         operation.digest = wire.digest(recipe.signature)

@@ -393,6 +393,28 @@ def test_an_alltoall_of_any_splits(layout: list[int], width: int, seed: int) -> 
     job.nothing_is_left()
 
 
+@pytest.mark.parametrize("ranks", [[(1, 0)], [(2, 0, 1)], [(3, 0), (2, 1)]], ids=str)
+def test_workers_of_a_node_may_have_their_ranks_in_any_order(ranks: list[tuple[int, ...]]) -> None:
+    """As they have when one was lost, and another has come in its slot with the last rank."""
+    job = SimulatedJob([len(each) for each in ranks], ranks=ranks)
+    values = [np.full((rank + 1, 2), rank, np.float32) for rank in job.ranks]
+    gathered = job.on_all_ranks(
+        lambda rank: job.submit(rank, "g", wire.Signature("allgather", "float32", values[rank].shape), values[rank])
+    )
+    splits = [[1 + rank + other for other in job.ranks] for rank in job.ranks]
+    sent = [np.repeat(np.float32([10 * i + j for j in job.ranks]), splits[i])[:, None] for i in job.ranks]
+    exchanged = job.on_all_ranks(
+        lambda rank: job.submit(
+            rank, "a", wire.Signature("alltoall", "float32", sent[rank].shape), sent[rank], splits=tuple(splits[rank])
+        )
+    )
+    for rank in job.ranks:
+        np.testing.assert_array_equal(job.result(rank, gathered[rank]), np.concatenate(values).reshape(-1))
+        expected = np.concatenate([np.full(splits[i][rank], 10 * i + rank, np.float32) for i in job.ranks])
+        np.testing.assert_array_equal(job.result(rank, exchanged[rank]), expected)
+    job.nothing_is_left()
+
+
 @every_seed
 def test_an_alltoall_of_many_small_blocks_comes_to_an_end(seed: int) -> None:
     """More blocks than the window has chunks, none of them borrowed, so that the last credit never comes."""

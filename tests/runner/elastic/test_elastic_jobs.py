@@ -192,6 +192,48 @@ def test_a_job_whose_algorithm_asks_for_more_ranks_than_come_ends_and_says_so(st
     assert len(job.changes()) == 1
 
 
+@pytest.mark.parametrize("algorithm", ["adpsgd", pytest.param("sgp", marks=pytest.mark.long)])
+def test_a_job_of_neighbours_goes_on_when_one_rank_is_left_which_has_none(start, algorithm: str) -> None:
+    job = start(
+        *("-np", "2", "--min-np", "1", "-H", "localhost:2", "--algorithm", algorithm),
+        command=(*forks.interpreter(forks.WORKER), TRAIN),
+    )
+    (_, first), (_, second) = job.epoch(1, 2)
+    os.kill(first, signal.SIGKILL)
+    number, ((step, pid),) = job.epoch_from(2, 1)
+    assert pid == second
+    _, ((later, pid), (same, _)) = job.epoch_from(number + 1, 2)
+    assert (pid, same) == (second, later)
+    assert later > step, "it has taken steps alone"
+    assert job.stop() == 0, job.err
+    assert len([line for line in job.out if "done at step" in line]) == 2
+
+
+def test_a_job_grows_by_as_many_workers_as_its_algorithm_can_have_and_a_number_it_cannot_have_disturbs_nobody(
+    start, fusionrun, until
+) -> None:
+    script = fusionrun.file("hosts.sh", "#!/bin/sh\ncat hosts\n", executable=True)
+    hosts = fusionrun.file("hosts", "localhost:2\n")
+    job = start(
+        *("--min-np", "2", "--max-np", "4", "--host-discovery-script", script),
+        *("--algorithm", "dpsgd(topology='hypercube')"),
+        command=(*forks.interpreter(forks.WORKER), TRAIN),
+    )
+    before = [pid for _, pid in job.epoch(1, 2)]
+    hosts.write_text("localhost:2\n127.0.0.1:1\n")
+    until(
+        lambda: any("rank 2 on host 127.0.0.1 failed" in line and "ranks, not 3" in line for line in job.err),
+        "the sentence of the third worker",
+    )
+    hosts.write_text("localhost:2\n127.0.0.2:2\n")
+    number, ranks = job.epoch_from(2, 4)
+    assert number == 2, "nobody was interrupted for the third one"
+    assert [pid for _, pid in ranks[:2]] == before, "they keep the state"
+    assert ranks[0][0] > 0
+    assert job.stop() == 0, job.err
+    assert len([line for line in job.out if "done at step" in line]) == 4
+
+
 def where_and_who() -> tuple[str, str]:
     """What `fusion_rt.run` calls: it loses a worker in the first epoch."""
     from fusion_rt.local.elastic import AgentConnection, Assignment
