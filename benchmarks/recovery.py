@@ -2,6 +2,7 @@
 
     python -m benchmarks.recovery --beside torchft
     python -m benchmarks.recovery --ranks 8 --seconds 120 --faults "worker killed"
+    python -m benchmarks.recovery --ranks 4 --samples 40000
 
 Four netlab hosts (root needed) train a model of a million parameters, 50 ms a step, for five minutes. In turns a
 worker is killed, all processes of a host are, or a host is cut off for some seconds; what was lost is started again,
@@ -14,6 +15,11 @@ vain or repeated. *Back*: seconds from the fault until a worker in the place of 
 join*: that of the others when it comes. *Kept*: the steps that were taken until the next fault, of those that the
 workers which were there could have taken; who is cut off is not. *Differing*: steps after which parameters were not
 the same, bit by bit, on all ranks.
+
+With `--samples` a small GPT (`faulted/gpt.py`) trains on so many pieces of text instead, each of them once, without a
+fault and then with 20, one after the other when all workers are there. What is compared is the loss of text that is
+held out, at the same number of samples; and each worker notes the samples that it gives to a step, which tells how
+often each of them counts in the end.
 """
 
 from __future__ import annotations
@@ -27,8 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,8 +54,11 @@ KINDS = (WORKER, HOST, CUT)
 COMMIT_EVERY = 5  # steps
 CUT_S = 8.0  # seconds for which a host is cut off
 START_S = 120.0  # seconds that all have to come up
+LEARN_S = 1800.0  # seconds that a training of the small GPT may take
+LEARN_FAULTS = 20
 PAUSE, DROPPED, BACK, JOIN = "pause", "dropped", "back", "pause at a join"
 KEPT, DIFFERING = "kept", "differing"
+LOSS, LOST, REPEATED, IN_VAIN = "held-out loss", "samples lost", "samples repeated", "samples given in vain"
 
 
 class Job(Protocol):
@@ -70,13 +79,14 @@ class Ours:
         ranks: of all hosts.
         folder: for notes, and what the job says.
         options: of this program.
+        command: of a worker: its module, and arguments; that of the million parameters if there is none.
     """
 
-    def __init__(self, lab: Netlab, ranks: int, folder: Path, options: Any) -> None:
+    def __init__(self, lab: Netlab, ranks: int, folder: Path, options: Any, command: Sequence[str] = ()) -> None:
         hosts = ",".join(f"{host.name}:{ranks // HOSTS}" for host in lab.hosts[:HOSTS])
         argv = [sys.executable, "-m", "fusion_rt.runner", "-np", str(ranks), "-H", hosts, "--min-np", "1"]
         argv += ["--rsh-agent", lab.agent, "--network-interface", "eth0", "--blacklist-cooldown-range", "1", "2"]
-        command = [sys.executable, "-m", "benchmarks.faulted.ours", str(options.compute), str(COMMIT_EVERY)]
+        command = command or ["benchmarks.faulted.ours", str(options.compute), str(COMMIT_EVERY)]
         environment = {
             **os.environ,
             notes.FOLDER: str(folder / "notes"),
@@ -85,12 +95,25 @@ class Ours:
             "FUSION_HEARTBEAT_TIMEOUT": f"{options.timeout:g}s",
         }
         self._said = (folder / "said").open("w+", encoding="utf-8")
-        self._process = subprocess.Popen([*argv, *command], env=environment, stdout=self._said, stderr=self._said)
+        self._process = subprocess.Popen(
+            [*argv, sys.executable, "-m", *command], env=environment, stdout=self._said, stderr=self._said
+        )
 
     def look(self) -> None:
         if self._process.poll() is not None:
             self._said.seek(0)
             raise RuntimeError(f"the job has ended:\n{self._said.read()[-4000:]}")
+
+    def complete(self, seconds: float) -> None:
+        """Waits until the job has ended. Raises `RuntimeError` if it fails, or takes longer."""
+        try:
+            status: int | None = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        if status != 0:
+            self._said.seek(0)
+            how = f"takes longer than {seconds:g} s" if status is None else f"has ended with status {status}"
+            raise RuntimeError(f"the job {how}:\n{self._said.read()[-4000:]}")
 
     def end(self) -> None:
         if self._process.poll() is None:
@@ -154,18 +177,7 @@ def run(name: str, ranks: int, folder: Path, options: Any) -> dict[str, Any]:
             wait(job, START_S, lambda: len(present(folder, lab)) == ranks)
             wait(job, options.every / 2)
             for kind in kinds:
-                with ExitStack() as stack:
-                    host = lab.hosts[chance.randrange(HOSTS)]
-                    victims = [one.pid for one in present(folder, lab) if pid_is_on(one.pid, host)]
-                    if kind == WORKER:
-                        victims = [chance.choice(victims or [one.pid for one in present(folder, lab)])]
-                    faults.append(Fault(kind, time.monotonic(), victims))
-                    if kind == CUT:
-                        stack.enter_context(lab.cut_off(host))
-                        wait(job, CUT_S)
-                    else:
-                        for pid in victims if kind == WORKER else pids_on(host):
-                            kill(pid)
+                faults.append(strike(lab, job, kind, chance, folder))
                 wait(job, faults[-1].at + options.every - time.monotonic())
             ended = time.monotonic()
         finally:
@@ -180,6 +192,66 @@ def run(name: str, ranks: int, folder: Path, options: Any) -> dict[str, Any]:
         "step": step,
         "differing": notes.differing(found.values()),
         "faults": [vars(fault) for fault in faults],
+    }
+
+
+def strike(lab: Netlab, job: Job, kind: str, chance: random.Random, folder: Path) -> Fault:
+    """Makes a fault of a host or of one of its workers, chosen by chance."""
+    host = lab.hosts[chance.randrange(HOSTS)]
+    victims = [one.pid for one in present(folder, lab) if pid_is_on(one.pid, host)]
+    if kind == WORKER:
+        victims = [chance.choice(victims or [one.pid for one in present(folder, lab)])]
+    made = Fault(kind, time.monotonic(), victims)
+    if kind == CUT:
+        with lab.cut_off(host):
+            wait(job, CUT_S)
+    else:
+        for pid in victims if kind == WORKER else pids_on(host):
+            kill(pid)
+    return made
+
+
+def learn(ranks: int, folder: Path, options: Any, faults: int) -> dict[str, Any]:
+    """Trains the small GPT on so many pieces of text, with so many faults; returns its loss and what it took."""
+    (folder / "notes").mkdir(parents=True)
+    chance = random.Random(options.seed)
+    pause = options.compute if faults else 0.0
+    command = ["benchmarks.faulted.gpt", f"{pause}", f"{COMMIT_EVERY}", f"{options.samples}", f"{options.seed}"]
+    kinds: Counter[str] = Counter()
+    with Netlab(hosts=HOSTS) as lab:
+        job = Ours(lab, ranks, folder, options, command)
+        try:
+            for number in range(faults):
+                share = (number + 0.5) / (faults + 0.5)
+
+                def is_time(share: float = share) -> bool:
+                    there = present(folder, lab)
+                    last = [one.steps[-1] for one in there]
+                    whole = len(there) == ranks and {note.size for note in last} == {ranks}
+                    return whole and min(note.done for note in last) >= share * options.samples
+
+                wait(job, LEARN_S, is_time)
+                kind = options.faults[number % len(options.faults)]
+                kinds[kind] += 1
+                strike(lab, job, kind, chance, folder)
+            job.complete(LEARN_S)
+        finally:
+            job.end()
+    told = notes.read(folder / "notes")
+    taken = notes.samples_taken(told)
+    ends = [note for note in told if note.what == "ends"]
+    return {
+        "faults": dict(kinds),
+        "loss": ends[0].loss if ends else None,
+        "ranks_in_the_end": len(ends),
+        "differing": len({(note.step, note.fingerprint, note.loss) for note in ends}) - 1,
+        "steps": taken.steps,
+        "steps_not_told": len(taken.missing),
+        "samples": options.samples,
+        "lost": sum(taken.counted[sample] == 0 for sample in range(options.samples)),
+        "repeated": sum(often - 1 for often in taken.counted.values()),
+        "in_vain": taken.in_vain,
+        "seconds": told[-1].at - told[0].at,
     }
 
 
@@ -247,6 +319,28 @@ def record(found: dict[str, dict[str, Any]], ranks: int, options: Any, begun: tu
     return Record(setting, measures, begun[0], begun[1], results.command_line(), found)
 
 
+def learning(found: dict[str, Any], ranks: int, options: Any, begun: tuple[Any, str]) -> Record:
+    """Makes the record of the trainings of the small GPT."""
+    setting: Setting = {"ranks": ranks, "samples": options.samples, "faults": LEARN_FAULTS, "seed": options.seed}
+    measures = [
+        Measure(LOSS, "", {name: results.rounded([run["loss"]]) for name, run in found.items()}, portable=True),
+        *(
+            Measure(what, "", {name: [float(run[key])] for name, run in found.items()}, portable=True)
+            for what, key in ((LOST, "lost"), (REPEATED, "repeated"), (IN_VAIN, "in_vain"))
+        ),
+    ]
+    return Record(setting, measures, begun[0], begun[1], results.command_line(), found)
+
+
+def learning_table(record: Record) -> Table:
+    """Makes a table with a row for each training."""
+    made = Table(["", "faults", "held-out loss", "steps", "samples", LOST, REPEATED, IN_VAIN], left=1)
+    for name, run in record.details.items():
+        counts = [str(run[key]) for key in ("steps", "samples", "lost", "repeated", "in_vain")]
+        made.add(name, str(sum(run["faults"].values())), f"{run['loss']:.4f}", *counts)
+    return made
+
+
 def table(record: Record) -> Table:
     """Makes a table with a row for each contender and kind of fault."""
     ranks, every = record.setting["ranks"], record.setting["every"]
@@ -287,6 +381,7 @@ def main() -> None:
     parser.add_argument("--compute", type=float, default=0.05, help="seconds of a step's computation (%(default)s)")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds of silence after which one is lost")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of victims (%(default)s)")
+    parser.add_argument("--samples", type=int, default=0, help="train the small GPT on so many, with 20 faults")
     parser.add_argument("--keep", type=Path, help="a folder for the workers' notes and output")
     shared.add_out(parser)
     options = parser.parse_args()
@@ -300,6 +395,15 @@ def main() -> None:
         begun = results.begin()
         found = {}
         with tempfile.TemporaryDirectory() as folder:
+            if options.samples:
+                for name, faults in (("undisturbed", 0), ("disturbed", LEARN_FAULTS)):
+                    found[name] = learn(ranks, (options.keep or Path(folder)) / f"{name}.{ranks}", options, faults)
+                    print(json.dumps({name: found[name]}), file=sys.stderr, flush=True)
+                made = learning(found, ranks, options, begun)
+                if options.out:
+                    results.keep(options.out, NAME, made)
+                learning_table(made).show()
+                continue
             for contender in contenders:
                 place = (options.keep or Path(folder)) / f"{contender}.{ranks}"
                 found[contender] = run(contender, ranks, place, options)

@@ -1,8 +1,9 @@
 """Notes that workers under faults take of their steps, and the costs of faults that follow from them.
 
 A worker writes a line of JSON for each event into a file of its own: `begins` when it enters its training, and `step`
-at the end of each step. A step has *counted* if it changed the parameters. Times are those of the machine's monotonic
-clock, which all hosts of a netlab share.
+at the end of each step. A step has *counted* if it changed the parameters. Workers whose samples are counted write
+`takes`, too, before they give to a step, and `ends`. Times are those of the machine's monotonic clock, which all hosts
+of a netlab share.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,7 +29,7 @@ class Note(msgspec.Struct, frozen=True):
     """One event of one worker.
 
     Attributes:
-        what: `begins` or `step`.
+        what: `begins`, `takes`, `step` or `ends`.
         at: seconds.
         pid: of the worker.
         place: host and slot.
@@ -35,6 +37,11 @@ class Note(msgspec.Struct, frozen=True):
         size: number of ranks, as it knows.
         counted: whether the parameters changed in this step.
         fingerprint: of the parameters after it.
+        epoch: the membership epoch now; of a `step`, also the one in which the worker has given to it (`given`).
+        rank: of the worker, in `takes`.
+        samples: that it gives to the step, in `takes`.
+        done: samples of the epoch that are done, in a `step`.
+        loss: of what is held out, in `ends`.
     """
 
     what: str
@@ -45,6 +52,12 @@ class Note(msgspec.Struct, frozen=True):
     size: int = 0
     counted: bool = False
     fingerprint: int = 0
+    epoch: int = 0
+    given: int = 0
+    rank: int = 0
+    samples: tuple[int, ...] = ()
+    done: int = 0
+    loss: float = 0.0
 
 
 class Notebook:
@@ -58,9 +71,25 @@ class Notebook:
         """Notes that the worker enters its training."""
         self._write(Note("begins", time.monotonic(), os.getpid(), self._place))
 
-    def step(self, step: int, size: int, before: int, after: int) -> None:
-        """Notes the end of a step, with the fingerprints of the parameters before and after it."""
-        self._write(Note("step", time.monotonic(), os.getpid(), self._place, step, size, before != after, after))
+    def step(
+        self, step: int, size: int, before: int, after: int, *, epoch: int = 0, given: int = 0, done: int = 0
+    ) -> None:
+        """Notes the end of a step, with the fingerprints of the parameters before and after it, and what else there is
+        to tell of it where samples are counted.
+        """
+        now, pid = time.monotonic(), os.getpid()
+        note = Note("step", now, pid, self._place, step, size, before != after, after, epoch, given, done=done)
+        self._write(note)
+
+    def takes(self, step: int, size: int, epoch: int, rank: int, samples: Sequence[int]) -> None:
+        """Notes what the worker is about to give to the step after so many."""
+        now, pid, given = time.monotonic(), os.getpid(), tuple(samples)
+        self._write(Note("takes", now, pid, self._place, step, size, epoch=epoch, rank=rank, samples=given))
+
+    def ends(self, step: int, size: int, fingerprint: int, loss: float) -> None:
+        """Notes the end of the training."""
+        now, pid = time.monotonic(), os.getpid()
+        self._write(Note("ends", now, pid, self._place, step, size, fingerprint=fingerprint, loss=loss))
 
     def _write(self, note: Note) -> None:
         self._file.write(json.dumps(msgspec.to_builtins(note)) + "\n")
@@ -118,7 +147,7 @@ def workers(notes: Iterable[Note]) -> dict[int, Worker]:
     for note in notes:
         if note.what == "begins":
             found.setdefault(note.pid, Worker(note.pid, note.place, note.at))
-        elif note.pid in found:
+        elif note.what == "step" and note.pid in found:
             found[note.pid].steps.append(note)
     return found
 
@@ -164,6 +193,46 @@ def differing(found: Iterable[Worker]) -> int:
             if note.counted:
                 by_step.setdefault(note.step, set()).add(note.fingerprint)
     return sum(len(fingerprints) > 1 for fingerprints in by_step.values())
+
+
+@dataclass
+class SamplesTaken:
+    """The samples of a training, and whether they count.
+
+    Attributes:
+        counted: how often each counts in the parameters of the end.
+        in_vain: number of those that were given to steps which were left out, or are undone by a return to a commit.
+        steps: that count.
+        missing: steps that count, of which a rank has not told what it gave.
+    """
+
+    counted: Counter[int]
+    in_vain: int
+    steps: int
+    missing: list[int]
+
+
+def samples_taken(notes: Sequence[Note]) -> SamplesTaken:
+    """Finds out what counts: of a step that was taken several times, after returns to a commit, the last time does."""
+    steps: dict[int, tuple[int, int]] = {}  # the epoch in which it counted, and that in which ranks have given to it
+    given: dict[tuple[int, int], dict[int, Note]] = {}
+    total = 0
+    for note in notes:
+        if note.what == "step" and note.counted:
+            steps[note.step] = max(steps.get(note.step, (0, 0)), (note.epoch, note.given))
+        elif note.what == "takes":
+            total += len(note.samples)
+            given.setdefault((note.epoch, note.step + 1), {})[note.rank] = note
+    ends = max((note.step for note in notes if note.what == "ends"), default=0)
+    counted: Counter[int] = Counter()
+    missing = []
+    for step in range(1, ends + 1):
+        told = given.get((steps[step][1], step), {}) if step in steps else {}
+        if not told or set(told) != set(range(told[min(told)].size)):
+            missing.append(step)
+        for note in told.values():
+            counted.update(note.samples)
+    return SamplesTaken(counted, total - counted.total(), ends, missing)
 
 
 def throughput(

@@ -349,7 +349,14 @@ def faults(found: All) -> str:
 
 def losses(found: All) -> str:
     """Makes the tables of what losses and newcomers cost the others."""
-    return "\n\n".join(recovery.table(record).markdown() for record in records(found, "recovery"))
+    made = [record for record in records(found, "recovery") if "samples" not in record.setting]
+    return "\n\n".join(recovery.table(record).markdown() for record in made)
+
+
+def learned(found: All) -> str:
+    """Makes the tables of what a model has learned under faults."""
+    made = [record for record in records(found, "recovery") if "samples" in record.setting]
+    return "\n\n".join(recovery.learning_table(record).markdown() for record in made)
 
 
 def large_traces(found: All) -> str:
@@ -410,6 +417,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "trace-tools": large_traces,
     "detection": faults,
     "recovery": losses,
+    "recovery-samples": learned,
     "encryption": encrypted,
     "autotune": tuned,
     "elastic-changes": elastic_changes,

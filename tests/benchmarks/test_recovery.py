@@ -87,3 +87,30 @@ def test_a_worker_that_is_cut_off_could_take_no_steps_and_the_others_could() -> 
     took, could = (140 + 69) * STEP, (20 - 5.02) + (20 - 13.1)
     assert notes.throughput(list(found.values()), [fault], STEP, *span) == pytest.approx(took / could)
     assert notes.throughput(list(found.values()), [fault], STEP, 0.0, 5.0) == pytest.approx(1.0)
+
+
+def takes(epoch: int, step: int, rank: int, size: int, *samples: int) -> Note:
+    return Note("takes", 0.0, rank, f"{rank}", step, size, epoch=epoch, rank=rank, samples=samples)
+
+
+def counts(epoch: int, step: int, given: int) -> Note:
+    return Note("step", 0.0, 0, "0", step, counted=True, epoch=epoch, given=given)
+
+
+def test_samples_of_steps_that_are_left_out_or_undone_count_when_they_are_given_again() -> None:
+    told = [
+        *(takes(1, 0, 0, 2, 0, 1), takes(1, 0, 1, 2, 2, 3), counts(1, 1, 1)),
+        *(takes(1, 1, 0, 2, 4), takes(1, 1, 1, 2, 5)),  # rank 1 is lost, and the step left out
+        *(takes(2, 1, 0, 1, 4), counts(2, 2, 2), takes(2, 2, 0, 1, 5), counts(2, 3, 2)),
+        *(takes(3, 2, 0, 1, 5), counts(3, 3, 3)),  # again, after a return to the commit of step 2
+        *(takes(3, 3, 0, 1, 6), counts(4, 4, 3)),  # healed: taken in a later epoch than that in which it was given
+        Note("ends", 1.0, 0, "0", 4),
+    ]
+    taken = notes.samples_taken(told)
+    assert taken.counted == dict.fromkeys(range(7), 1)
+    assert (taken.in_vain, taken.steps, taken.missing) == (3, 4, [])
+
+
+def test_a_step_of_which_a_rank_has_not_told_what_it_gave_is_missing() -> None:
+    told = [takes(1, 0, 0, 2, 0), counts(1, 1, 1), counts(1, 2, 1), Note("ends", 1.0, 0, "0", 2)]
+    assert notes.samples_taken(told).missing == [1, 2]
