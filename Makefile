@@ -1,6 +1,7 @@
 # Every target makes .venv by itself; nothing here needs a compiler.
 #   make demo | test | lint | docs | bench | soak | clean     PYTHON=python3.12 make test     PYTEST_ARGS='-k netlab' make test
-#   SOAK_SECONDS=3600 SOAK_SEED=7 make soak             BENCH='step --quick' make bench      BENCH= make bench    (hours)
+#   SOAK_SECONDS=3600 SOAK_SEED=7 make soak             SOAK='--kind elastic' make soak
+#   BENCH='step --quick' make bench      BENCH= make bench    (hours)
 
 PYTHON ?= python3
 VENV   := .venv
@@ -36,7 +37,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 soak: $(STAMP)
-	$(BIN)/python -m tests.faults.soak
+	$(BIN)/python -m tests.faults.soak $(SOAK)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.netlab import Netlab
 
 TIMEOUT_S = 60.0
 
 
-def kill(process: subprocess.Popen[bytes]) -> float:
+class Process(Protocol):
+    """A process that can be stopped, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def poll(self) -> int | None: ...
+
+
+def kill(process: Process) -> float:
     """Sends SIGKILL without waiting for the end. Returns the time by the monotonic clock."""
     began = time.monotonic()
     process.send_signal(signal.SIGKILL)
@@ -23,7 +34,7 @@ def kill(process: subprocess.Popen[bytes]) -> float:
 
 
 @contextmanager
-def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def stopped(process: Process) -> Iterator[None]:
     """Stops the process within the block (SIGSTOP)."""
     process.send_signal(signal.SIGSTOP)
     wait_for_state(process.pid, "T")
@@ -84,14 +95,15 @@ def in_another_time(seconds: float) -> list[str]:
 def resources(pid: int) -> dict[str, int]:
     """Returns the resources of a process.
 
-    They are its own resident bytes (`memory`), the same with its share of all mapped memory (`pss`), `descriptors`,
-    `threads`, and `arenas`, the number of mapped files of shared memory.
+    They are its own resident bytes (`memory`), those of shared memory (`shared`), its own with its share of all mapped
+    memory (`pss`), `descriptors`, `threads`, and `arenas`, the number of mapped files of shared memory.
     """
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     pss = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
     return {
         "memory": int(status["RssAnon"].split()[0]) * 1024,
+        "shared": int(status["RssShmem"].split()[0]) * 1024,
         "pss": int(pss.split()[1]) * 1024,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(status["Threads"]),

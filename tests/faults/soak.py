@@ -1,22 +1,29 @@
 """Job after job on three hosts, under seeded random faults of every kind; every sum is checked.
 
     python -m tests.faults.soak            # or `make soak`; as root on hosts of network namespaces, else on loopback
-    SOAK_SECONDS=3600 SOAK_SEED=7 SOAK_OUT=soak.json python -m tests.faults.soak
-    SOAK_LONG_JOB=1 python -m tests.faults.soak         # one job that lives all the time
+    python -m tests.faults.soak --seconds 3600 --seed 7 --out soak.json
+    python -m tests.faults.soak --kind long             # one job that lives all the time
+    python -m tests.faults.soak --kind elastic          # one under fusionrun that lives through losses, too
 
 Most faults have to be survived: connections reset, links down, hosts cut off, slow or in one direction only, processes
 stopped or hung, all shorter than the limits; every operation completes. Each job ends by a fatal one: then every
 survivor raises within its limit and names the culprit, nothing is left behind, and the next job goes on from the step
 of the survivors. In the end the model has to be that of a single process after all steps. Prints a table and a line of
-JSON; the exit status is 0 when nothing was wrong, and only then the file SOAK_OUT is written: otherwise its name ends
-with `.failed`. SOAK_LOOPBACK=1 leaves the hosts, and the faults of networks, out.
+JSON; the exit status is 0 when nothing was wrong, and only then the file of `--out` is written: otherwise its name ends
+with `.failed`. `--loopback` leaves the hosts, and the faults of networks, out. The variables SOAK_SECONDS, SOAK_SEED,
+SOAK_OUT, SOAK_LONG_JOB=1 and SOAK_LOOPBACK=1 do the same.
 
 A long job has faults of the first kind only, and its resources may not grow after five minutes (a quarter of the time
 if that is less), but for 4 MiB of memory.
+
+An elastic job (`soak_elastic`) has faults of the first kind, and between them losses: workers, daemons, agents and
+hosts that are killed or stand still, hosts that are cut off, newcomers and donors that die while one gives the other
+the state. Others go on, and all come back. Each step is checked, and so is what its processes hold.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -40,8 +47,9 @@ from benchmarks.netlab import Netlab, preflight
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import cpu
 from tests import forks
-from tests.faults import soak_faults
+from tests.faults import soak_faults, soak_flat
 from tests.faults.jobs import Array
+from tests.faults.soak_elastic import HOSTS, ElasticSoak
 from tests.faults.soak_faults import Fatal, Fault
 from tests.faults.soak_job import SoakError, SoakJob
 from tests.faults.soak_worker import MODEL, reference
@@ -56,8 +64,6 @@ FLAT = {"memory": 24 << 20, "descriptors": 12, "threads": 2, "arenas": 8}
 WATCHED = 8  # samples of a daemon, at least, before it is judged
 # The same of all processes of a long job, with their share of what is shared, and at any time after the warm-up.
 FLAT_FOR_LONG = FLAT | {"memory": 4 << 20, "pss": 4 << 20}
-WARM_UP_S = 300.0
-WINDOWS = 10  # of the time after it, whose medians are compared
 LONG_JOB = {
     "FUSION_TRACE_BUFFER": "2MiB",  # rings that are full before the warm-up ends
     # A single peer that is declared dead in a thousand faults, because this machine was busy, would end the job.
@@ -212,27 +218,18 @@ class Soak:
                 if late - early > limit:
                     self.problems.append(f"job {self.jobs}: {what} of {name} rose from {early} to {late}")
 
-    @property
-    def warm_up(self) -> float:
-        """Seconds of a long job in which its resources may still grow."""
-        return min(WARM_UP_S, self._seconds / 4)
-
     def check_flat_for_long(self, job: SoakJob, began: float) -> None:
         """Compares every process's resources in each tenth of the time after the warm-up with the first tenth."""
-        width = (self._seconds - self.warm_up) / WINDOWS
         for name, samples in job.samples.items():
-            windows: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
-            for sample in samples:
-                windows[int((sample["at"] - began - self.warm_up) // width)].append(sample)
-            if missing := set(range(WINDOWS)) - set(windows):
-                self.problems.append(f"{name} was not looked at in {len(missing)} of {WINDOWS} parts of the time")
+            held = soak_flat.medians(samples, began, self._seconds)
+            if missing := soak_flat.WINDOWS - len(held):
+                self.problems.append(f"{name} was not looked at in {missing} of {soak_flat.WINDOWS} parts of the time")
                 continue
             for what, limit in FLAT_FOR_LONG.items():
-                held = [statistics.median(each[what] for each in windows[part]) for part in range(WINDOWS)]
-                rise = max(held) - held[0]
+                rise = soak_flat.rise(held, what)
                 self.drift[what] = max(self.drift[what], rise)
                 if rise > limit:
-                    medians = ", ".join(f"{median:.0f}" for median in held)
+                    medians = ", ".join(f"{each[what]:.0f}" for each in held)
                     self.problems.append(f"{what} of {name} rose by {rise:.0f}, and may by {limit}: {medians}")
 
     def _look_for_leftovers(self) -> None:
@@ -263,7 +260,7 @@ class Soak:
                 kind: {"median": round(statistics.median(took), 3), "most": round(max(took), 3)}
                 for kind, took in sorted(self.took.items())
             },
-            **({"warm_up_seconds": self.warm_up} if self._long else {}),
+            **({"warm_up_seconds": soak_flat.warm_up(self._seconds)} if self._long else {}),
             "rise_of_a_process" if self._long else "drift_of_a_daemon": {
                 what: int(most) for what, most in self.drift.items()
             },
@@ -272,17 +269,26 @@ class Soak:
 
 def show(summary: dict[str, Any]) -> None:
     """Prints a table for people, then a line of JSON."""
-    table = Table(title=f"{summary['jobs']} jobs on {summary['hosts']}, seed {summary['seed']}")
+    table = Table(title=f"{summary['kind']}, seed {summary['seed']}")
     table.add_column("fault")
     table.add_column("times", justify="right")
-    table.add_column("until all raised: median, most [s]", justify="right")
+    if "by_loss" in summary:
+        for title in ("from the commit", "pause: median, most [s]", "until all are back: median, most [s]"):
+            table.add_column(title, justify="right")
+    else:
+        table.add_column("until all raised: median, most [s]", justify="right")
     for kind, times in summary["faults"].items():
-        took = summary["seconds_until_all_raised"].get(kind)
-        table.add_row(kind, str(times), f"{took['median']:.2f}  {took['most']:.2f}" if took else "")
+        if loss := summary.get("by_loss", {}).get(kind):
+            took = [
+                f"{told['median']:.2f}  {told['most']:.2f}" for told in (loss["pause_seconds"], loss["back_seconds"])
+            ]
+            table.add_row(kind, str(times), str(loss["from_the_commit"]), *took)
+        else:
+            raised = summary.get("seconds_until_all_raised", {}).get(kind)
+            table.add_row(kind, str(times), f"{raised['median']:.2f}  {raised['most']:.2f}" if raised else "")
     console = Console()
     console.print(table)
-    faults = sum(summary["faults"].values())
-    console.print(f"{faults} faults, {summary['operations']} operations, {summary['mismatches']} mismatches")
+    console.print(f"{sum(summary['faults'].values())} faults, {summary['steps']} steps")
     if not summary["passed"]:
         console.print(f"FAILED: {len(summary['problems'])} problems")
     for problem in summary["problems"]:
@@ -296,19 +302,46 @@ def write(path: Path, summary: dict[str, Any]) -> None:
     path.write_text(json.dumps(summary, indent=1) + "\n")
 
 
+def options() -> argparse.Namespace:
+    """Reads the command line; the variables that `make soak` documents are its defaults."""
+    said = os.environ.get
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = ("jobs", "long", "elastic")
+    parser.add_argument("--kind", choices=kinds, default="long" if said("SOAK_LONG_JOB") else "jobs")
+    parser.add_argument("--seconds", type=float, default=float(said("SOAK_SECONDS", "1200")), help="(%(default)g)")
+    parser.add_argument("--seed", type=int, default=int(said("SOAK_SEED") or random.SystemRandom().randrange(1 << 31)))
+    parser.add_argument("--out", type=Path, default=said("SOAK_OUT"), metavar="FILE", help="for the result, as JSON")
+    parser.add_argument("--loopback", action="store_true", default=bool(said("SOAK_LOOPBACK")))
+    parser.add_argument("--residuals", action="store_true", help="a codec that has one, in an elastic job")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for what an elastic job says, and its notes")
+    return parser.parse_args()
+
+
 def main() -> int:
-    seconds = float(os.environ.get("SOAK_SECONDS", "1200"))
-    seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(1 << 31))
-    why_not = "SOAK_LOOPBACK is set" if os.environ.get("SOAK_LOOPBACK") else preflight()
-    long = bool(os.environ.get("SOAK_LONG_JOB"))
-    print(f"SOAK_SEED={seed} SOAK_SECONDS={seconds:g}" + (f"; on loopback: {why_not}" if why_not else ""), flush=True)
+    asked = options()
+    why_not = "it was asked for" if asked.loopback else preflight()
+    told = f"SOAK_SEED={asked.seed} SOAK_SECONDS={asked.seconds:g}"
+    print(told + (f"; on loopback: {why_not}" if why_not else ""), flush=True)
+    if why_not and asked.kind == "elastic":
+        print("an elastic job needs hosts", file=sys.stderr)
+        return 2
     directory = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
-    cpu.prepare([DTYPES["int64"]])  # compiling them takes longer than the first job may stand still
+    # Compiling them takes longer than the first job may stand still.
+    cpu.prepare([DTYPES[name] for name in ("int64", "float64", "float32")])
     before = len(os.listdir("/proc/self/fd"))
+    soak: Soak | ElasticSoak
     try:
         with contextlib.ExitStack() as stack:
-            lab = None if why_not else stack.enter_context(Netlab(hosts=NODES))
-            soak = Soak(seconds, seed, lab, directory, long)
+            if asked.kind == "elastic":
+                folder = asked.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                folder.mkdir(parents=True, exist_ok=True)
+                hosts = stack.enter_context(Netlab(hosts=HOSTS))
+                soak = ElasticSoak(asked.seconds, asked.seed, hosts, directory, folder, asked.residuals)
+            else:
+                lab = None if why_not else stack.enter_context(Netlab(hosts=NODES))
+                soak = Soak(asked.seconds, asked.seed, lab, directory, asked.kind == "long")
             soak.run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -317,8 +350,8 @@ def main() -> int:
         soak.problems.append(f"this process has {after} descriptors, and had {before}")
     summary = soak.summary()
     show(summary)
-    if out := os.environ.get("SOAK_OUT"):
-        write(Path(out), summary)
+    if asked.out:
+        write(Path(asked.out), summary)
     return 1 if soak.problems else 0
 
 

@@ -7,10 +7,12 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
+from benchmarks.netlab import Netlab
 from tests.faults import nemesis
 from tests.faults.soak_job import SoakJob
 
@@ -31,79 +33,106 @@ _GARBAGE = (
 # --- to be survived ---------------------------------------------------------------------------------------------------
 
 
-def reset(job: SoakJob, chooser: random.Random) -> None:
+class Target(Protocol):
+    """A job that is to survive faults.
+
+    Attributes:
+        lab: where its nodes are; None: all on loopback.
+    """
+
+    lab: Netlab | None
+
+    @property
+    def nodes(self) -> int:
+        """Number of its nodes."""
+
+    def daemon(self, node: int) -> nemesis.Process:
+        """Returns the daemon of a node."""
+
+    def workers(self) -> Sequence[nemesis.Process]:
+        """Returns all workers, by rank."""
+
+    def addresses(self, node: int) -> list[tuple[str, int]]:
+        """Returns where a node's daemon listens: for control, then for payloads."""
+
+    def connection(self, node: int) -> socket.socket:
+        """Opens a connection to the local socket of a node's daemon."""
+
+    def hang_daemon(self, node: int, seconds: float) -> None:
+        """Lets the daemon of a node hold its interpreter's lock."""
+
+    def hang_worker(self, rank: int, seconds: float) -> None:
+        """Lets a worker hold its interpreter's lock before its next step."""
+
+
+def reset(job: Target, chooser: random.Random) -> None:
     """Resets connections from one node to another: those for control, those for payloads, or both."""
     assert job.lab is not None
-    host, peer = chooser.sample(range(len(job.topology.hosts)), 2)
-    endpoint = job.daemons.endpoints[peer]
-    job.lab.reset(host, peer, chooser.choice([endpoint.control_port, endpoint.payload_port, None]))
+    host, peer = chooser.sample(range(job.nodes), 2)
+    job.lab.reset(host, peer, chooser.choice([*(port for _, port in job.addresses(peer)), None]))
 
 
-def flap(job: SoakJob, chooser: random.Random) -> None:
+def flap(job: Target, chooser: random.Random) -> None:
     """Takes the link of a host down for a while."""
     assert job.lab is not None
-    with nemesis.link_down(job.lab, chooser.randrange(len(job.topology.hosts))):
+    with nemesis.link_down(job.lab, chooser.randrange(job.nodes)):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
-def silence(job: SoakJob, chooser: random.Random) -> None:
+def silence(job: Target, chooser: random.Random) -> None:
     """Cuts a host off for a while."""
     assert job.lab is not None
-    with job.lab.cut_off(chooser.randrange(len(job.topology.hosts))):
+    with job.lab.cut_off(chooser.randrange(job.nodes)):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
-def one_way_silence(job: SoakJob, chooser: random.Random) -> None:
+def one_way_silence(job: Target, chooser: random.Random) -> None:
     """Drops packets from one host to another for a while."""
     assert job.lab is not None
-    with job.lab.dropping(*chooser.sample(range(len(job.topology.hosts)), 2)):
+    with job.lab.dropping(*chooser.sample(range(job.nodes), 2)):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
-def slow(job: SoakJob, chooser: random.Random) -> None:
+def slow(job: Target, chooser: random.Random) -> None:
     """Slows a host's link down for a while."""
     assert job.lab is not None
-    host = chooser.randrange(len(job.topology.hosts))
-    with nemesis.slow_link(job.lab, host, f"{chooser.choice([20, 50, 200])}mbit"):
+    with nemesis.slow_link(job.lab, chooser.randrange(job.nodes), f"{chooser.choice([20, 50, 200])}mbit"):
         time.sleep(chooser.uniform(0.2, 1.5))
 
 
-def stop_daemon(job: SoakJob, chooser: random.Random) -> None:
+def stop_daemon(job: Target, chooser: random.Random) -> None:
     """Stops a daemon for a while."""
-    with nemesis.stopped(chooser.choice(job.daemons.processes)):
+    with nemesis.stopped(job.daemon(chooser.randrange(job.nodes))):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
-def hang_daemon(job: SoakJob, chooser: random.Random) -> None:
+def hang_daemon(job: Target, chooser: random.Random) -> None:
     """Lets a daemon hold its interpreter's lock for a while."""
-    node = chooser.randrange(len(job.topology.hosts))
-    nemesis.hang(job.daemons.directory / f"hang.{node}", chooser.uniform(*SHORT_S))
+    job.hang_daemon(chooser.randrange(job.nodes), chooser.uniform(*SHORT_S))
 
 
-def stop_worker(job: SoakJob, chooser: random.Random) -> None:
+def stop_worker(job: Target, chooser: random.Random) -> None:
     """Stops a worker for a while."""
-    with nemesis.stopped(job.ranks[chooser.choice(list(job.ranks))].process):
+    with nemesis.stopped(chooser.choice(job.workers())):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
-def hang_worker(job: SoakJob, chooser: random.Random) -> None:
+def hang_worker(job: Target, chooser: random.Random) -> None:
     """Lets a worker hold its interpreter's lock for a while."""
-    job.tell(chooser.choice(list(job.ranks)), {"hang": chooser.uniform(*SHORT_S)})
+    job.hang_worker(chooser.randrange(len(job.workers())), chooser.uniform(*SHORT_S))
 
 
-def strangers(job: SoakJob, chooser: random.Random) -> None:
+def strangers(job: Target, chooser: random.Random) -> None:
     """Lets strangers connect to a daemon and its local socket, send garbage or nothing, and go."""
-    node = chooser.randrange(len(job.topology.hosts))
+    node = chooser.randrange(job.nodes)
     with contextlib.ExitStack() as stack:
         for _ in range(chooser.randint(1, 20)):
-            local = stack.enter_context(job.daemons.connection(node))
+            local = stack.enter_context(job.connection(node))
             with contextlib.suppress(ConnectionError):
                 local.send(chooser.randbytes(chooser.randint(1, 2000)))
         if job.lab is None:  # the hosts of a lab cannot be reached from outside
-            endpoint = job.daemons.endpoints[node]
             for _ in range(chooser.randint(1, 20)):
-                port = chooser.choice([endpoint.control_port, endpoint.payload_port])
-                sock = stack.enter_context(socket.create_connection((endpoint.address, port)))
+                sock = stack.enter_context(socket.create_connection(chooser.choice(job.addresses(node))))
                 with contextlib.suppress(ConnectionError):
                     sock.sendall(chooser.choice((*_GARBAGE, chooser.randbytes(500), b"")))
 
@@ -205,7 +234,7 @@ def one_way_partition(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
 FATAL_OF_NETWORK = (partition, one_way_partition)
 FATAL_OF_PROCESSES = (kill_worker, kill_daemon, stop_daemon_for_long, stop_worker_for_long)
 
-Fault = Callable[[SoakJob, random.Random], None]
+Fault = Callable[[Target, random.Random], None]
 Fatal = Callable[[SoakJob, random.Random], contextlib.AbstractContextManager[Blow]]
 
 

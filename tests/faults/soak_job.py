@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -155,6 +156,29 @@ class SoakJob:
         assert stdin is not None
         stdin.write(json.dumps(what).encode() + b"\n")
         stdin.flush()
+
+    @property
+    def nodes(self) -> int:
+        return len(self.topology.hosts)
+
+    def daemon(self, node: int) -> nemesis.Process:
+        return self.daemons.processes[node]
+
+    def workers(self) -> list[nemesis.Process]:
+        return [state.process for state in self.ranks.values()]
+
+    def addresses(self, node: int) -> list[tuple[str, int]]:
+        endpoint = self.daemons.endpoints[node]
+        return [(endpoint.address, port) for port in (endpoint.control_port, endpoint.payload_port)]
+
+    def connection(self, node: int) -> socket.socket:
+        return self.daemons.connection(node)
+
+    def hang_daemon(self, node: int, seconds: float) -> None:
+        nemesis.hang(self._directory / f"hang.{node}", seconds)
+
+    def hang_worker(self, rank: int, seconds: float) -> None:
+        self.tell(rank, {"hang": seconds})
 
     def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Waits until a condition holds.

@@ -1,4 +1,4 @@
-"""Twenty seconds of the soak; and that it would find what is wrong."""
+"""Some seconds of the soak, of each kind; and that it would find what is wrong."""
 
 from __future__ import annotations
 
@@ -7,39 +7,65 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.netlab import preflight
 from tests.faults import soak_faults
 from tests.faults.jobs import Array, total
 from tests.faults.soak import FLAT, FLAT_FOR_LONG, Soak, write
 from tests.faults.soak_faults import Blow
 from tests.faults.soak_job import RankState, SoakJob
+from tests.faults.soak_survival import SIZE, Ledger
 from tests.faults.soak_worker import MODEL, count_of, reference, updated
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10
 TIMEOUT_S = 240.0
+UNAVAILABLE = preflight()
 
 
-@pytest.mark.multiprocess
-def test_ten_seconds_of_random_faults_and_every_sum_is_exact() -> None:
+def soak(*arguments: str) -> dict[str, Any]:
+    """Runs the soak for some seconds; what it has counted."""
     paths = [str(ROOT), str(ROOT / "daemon"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.soak"],
+        [sys.executable, "-m", "tests.faults.soak", "--seconds", str(SECONDS), *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "SOAK_SECONDS": str(SECONDS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr  # the seed is its first line
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert (summary["mismatches"], summary["problems"]) == (0, [])
+    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert summary["problems"] == []
     assert sum(summary["faults"].values()) >= 1
-    assert summary["operations"] >= 10
     assert summary["steps"] > 0
+    return summary
+
+
+@pytest.mark.multiprocess
+def test_ten_seconds_of_random_faults_and_every_sum_is_exact() -> None:
+    summary = soak()
+    assert summary["mismatches"] == 0
+    assert summary["operations"] >= 10
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
+def test_an_elastic_job_lives_through_losses_for_ten_seconds_and_every_sum_is_exact() -> None:
+    summary = soak("--kind", "elastic")
+    assert summary["comparisons_of_parameters"] > summary["steps"]
+    assert summary["samples_lost"] == 0
+
+
+def test_the_soak_says_what_it_can_be_told() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.soak", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "--kind {jobs,long,elastic}" in done.stdout
 
 
 def finished(error: str = "", step: int = 7, model: Array | None = None) -> RankState:
@@ -142,3 +168,82 @@ def test_a_result_with_problems_is_not_written_where_results_are(tmp_path: Path)
     assert json.loads((tmp_path / "soak.json").read_text())["passed"]
     failed = json.loads((tmp_path / "soak.json.failed").read_text())
     assert (failed["passed"], failed["problems"]) == (False, ["something is wrong"])
+
+
+# --- the ledger of an elastic job -------------------------------------------------------------------------------------
+
+
+def note(what: str, epoch: int, step: int, **values: Any) -> dict[str, Any]:
+    """What a worker tells; the digest is of the steps and their sizes so far."""
+    return {"what": what, "pid": 7, "place": "a.0", "epoch": epoch, "step": step, "counts": True, "wrong": "", **values}
+
+
+def told(*notes: dict[str, Any]) -> Ledger:
+    """A ledger of these notes."""
+    ledger = Ledger()
+    for each in notes:
+        ledger.take(each)
+    return ledger
+
+
+BEGINNING = [note("synced", 1, 0, digest="0"), *(note("step", 1, n, size=SIZE, digest=str(n)) for n in (1, 2, 3))]
+
+
+def the_end(size_of_last: int = SIZE, wrong: int = 0) -> list[dict[str, Any]]:
+    """What all workers tell in the end, after three steps of all and one of `size_of_last`."""
+    sums = sum(total(range(SIZE), step, 1009) for step in range(3)) + total(range(size_of_last), 3, 1009)
+    return [note("ends", 3, 4, sums=(sums + wrong).tolist(), periodic=True, digest="4")] * SIZE
+
+
+def test_parameters_of_ranks_that_differ_after_a_step_are_a_problem() -> None:
+    assert not told(*BEGINNING, note("step", 1, 3, size=SIZE, digest="3")).problems
+    (problem,) = told(*BEGINNING, note("step", 1, 3, size=SIZE, digest="another")).problems
+    assert problem.endswith("parameters after step 3 are not those of other ranks")
+    (problem,) = told(*BEGINNING, note("step", 1, 3, size=2, digest="3")).problems
+    assert problem.endswith(f"step 3 is of 2 ranks, and others say {SIZE}")
+
+
+def test_a_step_that_a_lost_rank_alone_has_taken_does_not_count_and_one_that_is_there_still_is_found() -> None:
+    lost, others = note("step", 1, 4, size=SIZE, digest="lost"), note("step", 2, 4, size=5, digest="4")
+    ledger = told(*BEGINNING, lost, others, others)
+    assert (ledger.problems, ledger.void) == ([], 1)
+    again = told(*BEGINNING, others, lost, others, note("step", 2, 5, size=5, digest="5"))
+    assert (again.problems, again.void) == ([], 1)
+    again.take(note("step", 2, 5, size=5, digest="lost, 5"))
+    assert len(again.problems) == 1
+
+
+def test_steps_after_a_return_to_a_commit_are_others() -> None:
+    ledger = told(
+        *BEGINNING,
+        note("synced", 2, 2, digest="2"),
+        note("step", 2, 3, size=4, digest="3 of 4"),
+        note("step", 1, 3, size=SIZE, digest="3"),
+    )
+    assert (ledger.problems, ledger.rollbacks, ledger.repeated_steps, ledger.steps) == ([], 1, 1, 3)
+    expected = total(range(SIZE), 0, 1009) + total(range(SIZE), 1, 1009) + total(range(4), 2, 1009)
+    reference = ledger.reference(3)
+    assert reference is not None
+    assert np.array_equal(reference, expected)
+    (problem,) = told(*BEGINNING, note("synced", 2, 2, digest="another")).problems
+    assert problem.endswith("parameters after step 2 are not those of other ranks")
+
+
+@pytest.mark.parametrize(("size", "wrong", "problems"), [(4, 0, 0), (5, 0, SIZE), (4, 1, SIZE)])
+def test_a_model_that_is_not_of_the_ranks_there_were_is_a_problem(size: int, wrong: int, problems: int) -> None:
+    ledger = told(
+        *BEGINNING, note("synced", 3, 3, digest="3"), note("step", 3, 4, size=4, digest="4"), *the_end(size, wrong)
+    )
+    ledger.check_end()
+    assert len(ledger.problems) == problems
+    ledger.take(note("ends", 3, 4, sums=the_end(4)[0]["sums"], periodic=True, digest="another"))
+    ledger.check_end()
+    assert "models differ in the end" in ledger.problems
+
+
+def test_samples_that_are_lost_and_more_that_are_repeated_than_there_are_ranks_are_a_problem() -> None:
+    assert told(note("epoch", 1, 0, done=0, lost=0, repeated=SIZE - 1)).check_samples() == (0, SIZE - 1)
+    for lost, repeated in ((1, 0), (0, 2 * SIZE)):
+        ledger = told(note("epoch", 1, 0, done=0, lost=lost, repeated=repeated))
+        ledger.check_samples()
+        assert len(ledger.problems) == 1

@@ -1,0 +1,1 @@
+"""The real daemon, which tests can hang."""

@@ -1,0 +1,508 @@
+"""One elastic job under `fusionrun` that lives through faults of all kinds: its processes, and what its workers tell.
+
+`Ledger` compares what workers tell with what a single process would make of the same steps. Where all go back to a
+commit, steps are taken again by other ranks: a *lineage* is a sequence of steps without that, and has the number of
+the membership epoch that began it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.netlab import Netlab
+from tests import forks
+from tests.faults import nemesis, survivor
+from tests.faults.jobs import Array, total
+from tests.faults.soak_job import SoakError
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOTS = (2, 1, 2, 1)  # of each host
+SIZE = sum(SLOTS)
+PAUSE_S = 0.15  # of a worker in a step
+START_S = 120.0  # for a job to come up
+WHOLE_S = 120.0  # for all workers to be there again
+STEPS_S = 60.0
+SAMPLE_S = 4.0  # between two looks at what processes hold
+END_S = 60.0
+TIMES = {
+    "FUSION_HEARTBEAT_INTERVAL": "100ms",
+    "FUSION_HEARTBEAT_TIMEOUT": "6s",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "6s",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12s",
+    "FUSION_TRACE_BUFFER": "2MiB",  # rings that are full before the warm-up ends
+}
+# The launcher gives a slot up in which five workers fail, each within a minute: a slot has as many in so many seconds.
+FAILURES, FAILURES_S = 2, 150.0
+
+
+class Running:
+    """A process that this one has not started, and may be gone."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def send_signal(self, sig: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, sig)
+
+    def poll(self) -> int | None:
+        """Returns nothing as long as it lives, a zombie too."""
+        return None if Path(f"/proc/{self.pid}").exists() else 0
+
+
+@dataclass
+class WorkerState:
+    """What a worker has told.
+
+    Attributes:
+        place: host and slot.
+        counted: when steps of it ended that count.
+        rank, size, epoch: of the last of them.
+        ended: it has told that it ends.
+    """
+
+    pid: int
+    place: str
+    counted: list[float] = field(default_factory=list)
+    rank: int = -1
+    size: int = 0
+    epoch: int = 0
+    ended: bool = False
+
+
+class Ledger:
+    """All that workers have told of their steps.
+
+    Args:
+        is_exact: sums are what a single process would make of the same steps.
+
+    Attributes:
+        problems: what was wrong.
+        size: by lineage and step: the number of ranks that it is of.
+        starts: by lineage: the step from which it goes on.
+        rollbacks: how often all went back to a commit, and `repeated_steps`, of how many steps.
+        void: steps that only ranks which were lost have taken, and the others have left out.
+        epochs: by epoch of the data: samples that did not count, and those that counted again.
+    """
+
+    def __init__(self, is_exact: bool = True) -> None:
+        self._is_exact = is_exact
+        self.problems: list[str] = []
+        self.starts: dict[int, int] = {}
+        self.size: dict[tuple[int, int], int] = {}
+        self.rollbacks = self.repeated_steps = self.left_out = self.checked = self.void = 0
+        self.epochs: dict[int, tuple[int, int]] = {}
+        self._digests: dict[tuple[int, int], tuple[int, str]] = {}  # and the last epoch that says so
+        self._last: dict[int, int] = {}  # step of a lineage
+        self._models: list[tuple[int, list[float], str]] = []
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the model has in it."""
+        return self._last.get(max(self.starts, default=0), 0)
+
+    def take(self, note: dict[str, Any]) -> None:
+        """Takes a note, in order of time."""
+        who = f"the worker {note['place']} (process {note['pid']}) in membership epoch {note['epoch']}"
+        if note.get("wrong"):
+            self.problems.append(f"{who}: {note['wrong']}")
+        what = note["what"]
+        if what == "synced":
+            self._begin(note, who)
+        elif what == "step" and note["counts"]:
+            self._count(note, who)
+        elif what == "step":
+            self.left_out += 1
+        elif what == "epoch":
+            self.epochs[note["done"]] = note["lost"], note["repeated"]
+        elif what == "ends":
+            self._models.append((note["step"], note["sums"], note["digest"]))
+            if not note["periodic"]:
+                self.problems.append(f"{who}: sums that should be equal differ")
+
+    def _begin(self, note: dict[str, Any], who: str) -> None:
+        epoch, step = note["epoch"], note["step"]
+        if epoch not in self.starts:
+            before, lost = self._of(epoch), self.steps - step
+            self.rollbacks += lost > 0
+            self.repeated_steps += max(lost, 0)
+            self.starts[epoch] = step
+            if (before, step) in self._digests:
+                self._digests[epoch, step] = epoch, self._digests[before, step][1]
+        if self.starts[epoch] != step:
+            self.problems.append(f"{who}: it begins at step {step}, and others do at {self.starts[epoch]}")
+        self._compare(epoch, note, who)
+
+    def _count(self, note: dict[str, Any], who: str) -> None:
+        lineage, step, size = self._of(note["epoch"]), note["step"], note["size"]
+        if self._compare(lineage, note, who) and self.size.setdefault((lineage, step), size) != size:
+            self.problems.append(f"{who}: step {step} is of {size} ranks, and others say {self.size[lineage, step]}")
+
+    def _compare(self, lineage: int, note: dict[str, Any], who: str) -> bool:
+        """Compares parameters with those of other ranks after the same step; returns whether the step counts.
+
+        A rank that is cut off may have the results of a step that all others leave out: they take it without that rank,
+        in a later membership epoch. Digests are of all steps so far, so that a rank which had it and is still there
+        would differ from then on.
+        """
+        self.checked += 1
+        key, epoch, digest = (lineage, note["step"]), note["epoch"], note["digest"]
+        known = self._digests.setdefault(key, (epoch, digest))
+        self._last[lineage] = max(note["step"], self._last.get(lineage, 0))
+        if known[1] == digest:
+            self._digests[key] = max(known[0], epoch), digest
+            return True
+        if known[0] == epoch:
+            self.problems.append(f"{who}: parameters after step {note['step']} are not those of other ranks")
+            return False
+        self.void += 1
+        if epoch < known[0]:
+            return False
+        self._digests[key] = epoch, digest
+        self.size.pop(key, None)
+        return True
+
+    def _of(self, epoch: int) -> int:
+        """Returns the lineage in a membership epoch."""
+        return max((one for one in self.starts if one <= epoch), default=0)
+
+    def check_end(self) -> None:
+        """Compares the models of the end with that of a single process."""
+        if len(self._models) != SIZE:
+            self.problems.append(f"{len(self._models)} workers of {SIZE} have told their model in the end")
+        if len({(step, digest) for step, _, digest in self._models}) > 1:
+            self.problems.append("models differ in the end")
+        if not self._is_exact:
+            return
+        found = self.reference(self.steps)
+        if found is None:
+            self.problems.append("there are steps of which no rank has told the size")
+            return
+        for step, sums, _ in self._models:
+            if step != self.steps or not np.array_equal(np.array(sums), found):
+                self.problems.append(f"the model after {step} steps is not what a single process makes of {self.steps}")
+
+    def reference(self, until: int) -> Array | None:
+        """Returns what a single process would have after so many steps; None if the size of one is not known."""
+        made = np.zeros(survivor.PERIOD, np.int64)
+        for its in sorted(self.starts):
+            ends = min([until, *(start for later, start in self.starts.items() if later > its)])
+            for step in range(self.starts[its] + 1, ends + 1):
+                if (its, step) not in self.size:
+                    return None
+                made += total(range(self.size[its, step]), step - 1, survivor.PERIOD)
+        return made
+
+    def check_samples(self) -> tuple[int, int]:
+        """Returns the samples that did not count in their epoch, and those that counted again; notes what is wrong.
+
+        At the end of an epoch, fewer samples than there are ranks are repeated, so that all get equally many; and once
+        more if samples of lost ranks came late.
+        """
+        for epoch, (lost, repeated) in self.epochs.items():
+            if lost or repeated > 2 * (SIZE - 1):
+                self.problems.append(f"in epoch {epoch} {lost} samples were lost, and {repeated} repeated")
+        return sum(lost for lost, _ in self.epochs.values()), sum(repeated for _, repeated in self.epochs.values())
+
+
+class ElasticJob:
+    """A job on the hosts of a lab; a `soak_faults.Target`.
+
+    Args:
+        lab: its hosts.
+        directory: for files of daemons; short.
+        folder: for notes, orders and output.
+        codec: of the gradients.
+
+    Attributes:
+        ledger: of what workers tell.
+        current: workers by place, the last of each.
+        spared: a host whose daemon and first worker are not to be lost any more; -1: none is.
+        samples: of each process, by its name: what it held, and `at` when.
+        sample_every: seconds between two of them.
+    """
+
+    def __init__(self, lab: Netlab, directory: Path, folder: Path, codec: str) -> None:
+        self.lab: Netlab | None = lab
+        self._hosts = lab.hosts
+        self._directory, self._folder, self._codec = directory, folder, codec
+        self._namespaces = [os.stat(f"/run/netns/{host.name}").st_ino for host in lab.hosts]
+        self._read: dict[Path, int] = {}
+        self._known: dict[int, WorkerState] = {}
+        self._failures: defaultdict[str, list[float]] = defaultdict(list)
+        self._ports: dict[int, list[tuple[str, int]]] = {}
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self.ledger = Ledger(codec == survivor.EXACT)
+        self.current: dict[str, WorkerState] = {}
+        self.spared = -1
+        self.samples: dict[str, list[dict[str, float]]] = defaultdict(list)
+        self._sampled = 0.0
+        self.sample_every = SAMPLE_S
+
+    def start(self) -> None:
+        """Starts it, and waits for its first steps.
+
+        Raises:
+            SoakError: it does not come up.
+        """
+        lab = self.lab
+        assert lab is not None
+        slots = ",".join(f"{host.name}:{count}" for host, count in zip(self._hosts, SLOTS, strict=True))
+        command = [sys.executable, "-m", "fusion_rt.runner", "-np", str(SIZE), "--min-np", "1", "-H", slots]
+        command += ["--rsh-agent", lab.agent, "--network-interface", "eth0", "--blacklist-cooldown-range", "1", "2"]
+        command += [*forks.interpreter(forks.WORKER), "-m", "tests.faults.survivor", str(self._folder), str(PAUSE_S)]
+        paths = [ROOT / "tests" / "faults" / "hangable_daemon", ROOT, ROOT / "daemon"]
+        environment = {
+            **os.environ,
+            **TIMES,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "FUSION_RUNTIME_DIR": str(self._directory),
+            "FUSION_TEST_HANG": str(self._folder),
+            "OMP_NUM_THREADS": "1",
+        }
+        if forks.possible():
+            environment["FUSION_TEST_DAEMONS"] = forks.nursery(forks.DAEMON).address
+        with (self._folder / "said").open("wb") as said:
+            self._launcher = subprocess.Popen(
+                [*command, self._codec], env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=ROOT
+            )
+        self.wait(lambda: self.is_whole, START_S, "the first steps of all")
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Reads what workers have told since.
+
+        Raises:
+            SoakError: the job has ended, or something is wrong.
+        """
+        notes = []
+        for path in self._folder.glob("*.notes"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                lines = file.read().split(b"\n")[:-1]
+                self._read[path] = self._read.get(path, 0) + sum(len(line) + 1 for line in lines)
+            notes += [json.loads(line) for line in lines]
+        for note in sorted(notes, key=lambda note: note["at"]):
+            self._take(note)
+        if self.ledger.problems:
+            raise SoakError(f"{self.ledger.problems[0]}; {self.describe()}")
+        assert self._launcher is not None
+        if self._launcher.poll() is not None:
+            raise SoakError(f"the job has ended with status {self._launcher.returncode}; {self.describe()}")
+
+    def _take(self, note: dict[str, Any]) -> None:
+        self.ledger.take(note)
+        known = self._known.setdefault(note["pid"], WorkerState(note["pid"], note["place"]))
+        self.current[known.place] = known
+        if note["what"] == "step" and note["counts"]:
+            known.counted.append(note["at"])
+            known.rank, known.size, known.epoch = note["rank"], note["size"], note["epoch"]
+        known.ended = known.ended or note["what"] == "ends"
+
+    def describe(self) -> str:
+        """Describes the workers and what the job has said, for messages."""
+        workers = [
+            f"{one.place}: process {one.pid}, rank {one.rank} of {one.size} in epoch {one.epoch}, "
+            f"{time.monotonic() - (one.counted or [0.0])[-1]:.1f} s ago"
+            for one in self.current.values()
+        ]
+        said = (self._folder / "said").read_text(errors="replace")
+        return "; ".join(workers) + f"\n{said[-4000:]}"
+
+    @property
+    def epoch(self) -> int:
+        """The last membership epoch in which a step counted."""
+        return max((one.epoch for one in self.current.values()), default=0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Tells whether all workers train together."""
+        there = self.present()
+        return len(there) == SIZE and all(one.size == SIZE for one in there) and len({one.epoch for one in there}) == 1
+
+    def present(self) -> list[WorkerState]:
+        """Returns the workers that live and have taken a step, by rank."""
+        there = [one for one in self.current.values() if one.counted and Running(one.pid).poll() is None]
+        return sorted(there, key=lambda one: one.rank)
+
+    def host_of(self, one: WorkerState) -> int:
+        """Returns the index of a worker's host."""
+        name = one.place.rpartition(".")[0]
+        return next(host.index for host in self._hosts if host.name == name)
+
+    def can_fail(self) -> list[WorkerState]:
+        """Returns the workers that may be lost, and whose slot would not be given up for it."""
+        return [
+            one
+            for one in self.present()
+            if (self.host_of(one) != self.spared or one.place.endswith(".1")) and self._has_chances(one)
+        ]
+
+    def hosts_that_can_fail(self) -> list[int]:
+        """Returns the hosts that may be lost, and whose slots would not be given up for it."""
+        there = self.present()
+        few = {self.host_of(one) for one in there if not self._has_chances(one)}
+        return [host for host in range(self.nodes) if host not in few and host != self.spared]
+
+    def _has_chances(self, one: WorkerState) -> bool:
+        now = time.monotonic()
+        return sum(now < at + FAILURES_S for at in self._failures[one.place]) < FAILURES
+
+    def note_failure(self, one: WorkerState) -> None:
+        """Notes that a worker is about to fail, or its host in a way that may count as that."""
+        self._failures[one.place].append(time.monotonic())
+
+    def pids_on(self, host: int) -> list[int]:
+        """Returns the processes on a host."""
+        found = []
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdigit() and os.stat(f"/proc/{entry}/ns/net").st_ino == self._namespaces[host]:
+                    found.append(int(entry))
+        return found
+
+    def agent(self, host: int) -> Running:
+        """Returns the agent of a host."""
+        assert self._launcher is not None
+        here = set(self.pids_on(host))
+        found = [child for child in psutil.Process(self._launcher.pid).children() if child.pid in here]
+        if not found:
+            raise SoakError(f"host {host} has no agent; {self.describe()}")
+        return Running(found[0].pid)
+
+    @property
+    def nodes(self) -> int:
+        return len(self._hosts)
+
+    def daemon(self, node: int) -> nemesis.Process:
+        here = set(self.pids_on(node))
+        fifos = {int(path.suffix[1:]): path for path in self._folder.glob("hang.*")}
+        if not (found := here & set(fifos)):
+            raise SoakError(f"host {node} has no daemon; {self.describe()}")
+        return Running(max(found, key=lambda pid: fifos[pid].stat().st_ctime))
+
+    def workers(self) -> Sequence[nemesis.Process]:
+        return [Running(one.pid) for one in self.present()]
+
+    def addresses(self, node: int) -> list[tuple[str, int]]:
+        pid = self.daemon(node).pid
+        if pid not in self._ports:
+            listening = [one for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            own = {tuple(one.laddr) for one in listening if one.laddr[0] != "127.0.0.1"}
+            self._ports[pid] = sorted((str(address), int(port)) for address, port in own)
+        return self._ports[pid]
+
+    def connection(self, node: int) -> socket.socket:
+        paths = sorted(self._directory.glob(f"*.{node}/sock"), key=lambda path: path.stat().st_ctime)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(STEPS_S)
+        sock.connect(str(paths[-1]))
+        return sock
+
+    def hang_daemon(self, node: int, seconds: float) -> None:
+        nemesis.hang(self._folder / f"hang.{self.daemon(node).pid}", seconds)
+
+    def hang_worker(self, rank: int, seconds: float) -> None:
+        self.order(self.present()[rank].place, "hang", str(seconds))
+
+    def order(self, place: str, what: str, text: str = "now") -> None:
+        """Gives an order to the worker of a place."""
+        path = self._folder / f"{place}.{what}"
+        path.with_suffix(".new").write_text(text, encoding="utf-8")
+        path.with_suffix(".new").rename(path)
+
+    def revoke(self, place: str, what: str) -> None:
+        """Takes an order back that nobody may have followed."""
+        (self._folder / f"{place}.{what}").unlink(missing_ok=True)
+
+    def kill_all(self, host: int) -> None:
+        """Kills all processes of a host."""
+        for pid in self.pids_on(host):
+            Running(pid).send_signal(signal.SIGKILL)
+
+    # --- what comes of it ---------------------------------------------------------------------------------------------
+
+    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Waits until a condition holds, and reads meanwhile what workers tell.
+
+        Raises:
+            SoakError: it does not in time, or something is wrong.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self.look()
+            if time.monotonic() > self._sampled + self.sample_every:
+                self._sample()
+            if condition():
+                return
+            if time.monotonic() > deadline:
+                raise SoakError(f"waited {seconds:g} s in vain for {what}; {self.describe()}")
+            time.sleep(0.05)
+
+    def go_on(self, steps: int) -> None:
+        """Waits until all workers have taken so many more steps together."""
+        goal = self.ledger.steps + steps
+        self.wait(lambda: self.is_whole and self.ledger.steps >= goal, WHOLE_S, f"{steps} more steps of all")
+
+    def wait_for_survivors(self, survivors: Iterable[WorkerState], epoch: int) -> None:
+        """Waits until these workers have gone on in a later membership epoch."""
+        those = list(survivors)
+        self.wait(lambda: all(one.epoch > epoch for one in those), STEPS_S, f"steps of {[one.place for one in those]}")
+
+    def _sample(self) -> None:
+        """Records the resources of the launcher, and of each agent, daemon and worker."""
+        assert self._launcher is not None
+        self._sampled = time.monotonic()
+        found = {f"the launcher {self._launcher.pid}": self._launcher.pid}
+        for host in range(self.nodes):
+            with contextlib.suppress(SoakError, psutil.Error, OSError):
+                for name, process in (("agent", self.agent(host)), ("daemon", self.daemon(host))):
+                    found[f"the {name} {process.pid} of host {host}"] = process.pid
+        found |= {f"the worker {one.pid} of {one.place}": one.pid for one in self.present()}
+        for name, pid in found.items():
+            with contextlib.suppress(OSError, StopIteration, ValueError):  # it has just ended
+                self.samples[name].append({"at": time.monotonic(), **nemesis.resources(pid)})
+
+    def end(self) -> None:
+        """Has all workers stop after the same step.
+
+        Raises:
+            SoakError: the job does not end well.
+        """
+        assert self._launcher is not None
+        (self._folder / "stop").touch()
+        try:
+            status = self._launcher.wait(END_S)
+        except subprocess.TimeoutExpired:
+            raise SoakError(f"the job does not end within {END_S:g} s; {self.describe()}") from None
+        with contextlib.suppress(SoakError):
+            self.look()
+        if status:
+            raise SoakError(f"the job has ended with status {status}; {self.describe()}")
+        self.ledger.check_end()
+
+    def close(self) -> None:
+        """Ends what is left of it."""
+        if self._launcher is not None and self._launcher.poll() is None:
+            self._launcher.terminate()
+            try:
+                self._launcher.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._launcher.kill()
+                self._launcher.wait()
