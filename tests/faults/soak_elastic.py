@@ -24,7 +24,7 @@ STEPS = (1, 8)  # between two faults
 # Resources of all processes that live from the warm-up to the end; the memory is their own, with that which they share
 # with their daemon or workers. (The rest they share with the process that they were forked from.)
 FLAT = {"held": 4 << 20, "descriptors": 12, "threads": 2, "arenas": 8}
-JUDGED_S = 120.0  # that a job has to live for this
+JUDGED_S = 600.0  # that a job has to live for this: not all is warm before
 ROLES = ("the launcher", "the agent", "the daemon", "the worker")
 
 

@@ -34,7 +34,9 @@ def _some(job: ElasticJob, chooser: random.Random, count: int) -> list[WorkerSta
 
 def _host(job: ElasticJob, chooser: random.Random) -> int:
     """Chooses a host, whose workers keep the state."""
-    return chooser.choice([host for host in range(job.nodes) if host != job.spared])
+    host = chooser.choice([host for host in range(job.nodes) if host != job.spared])
+    job.note_disturbance(host)
+    return host
 
 
 def _failing_host(job: ElasticJob, chooser: random.Random) -> int:
@@ -153,6 +155,7 @@ def cut_off_one_way(job: ElasticJob, chooser: random.Random) -> Iterator[list[Wo
     assert job.lab is not None
     sender = _host(job, chooser)
     receiver = chooser.choice([host for host in range(job.nodes) if host not in (sender, job.spared)])
+    job.note_disturbance(receiver)
     with job.lab.dropping(sender, receiver):
         yield _without(job, sender, receiver)
         time.sleep(chooser.uniform(0.0, LINGERS_S))

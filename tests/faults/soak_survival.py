@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +46,9 @@ TIMES = {
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12s",
     "FUSION_TRACE_BUFFER": "2MiB",  # rings that are full before the warm-up ends
 }
-# The launcher gives a slot up in which five workers fail, each within a minute: a slot has as many in so many seconds.
-FAILURES, FAILURES_S = 2, 150.0
+# The launcher gives a slot up in which five workers fail in a row, each less than a minute after it got its place; it
+# has a place again some seconds after a loss.
+FAILURES, STEADY_S = 5, 90.0
 
 
 class Running:
@@ -244,7 +245,8 @@ class ElasticJob:
         self._namespaces = [os.stat(f"/run/netns/{host.name}").st_ino for host in lab.hosts]
         self._read: dict[Path, int] = {}
         self._known: dict[int, WorkerState] = {}
-        self._failures: defaultdict[str, list[float]] = defaultdict(list)
+        self._failures: Counter[str] = Counter()
+        self._disturbed: defaultdict[str, float] = defaultdict(float)
         self._ports: dict[int, list[tuple[str, int]]] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self.ledger = Ledger(codec == survivor.EXACT)
@@ -361,12 +363,22 @@ class ElasticJob:
         return [host for host in range(self.nodes) if host not in few and host != self.spared]
 
     def _has_chances(self, one: WorkerState) -> bool:
-        now = time.monotonic()
-        return sum(now < at + FAILURES_S for at in self._failures[one.place]) < FAILURES
+        return self._is_steady(one) or self._failures[one.place] < FAILURES - 2
+
+    def _is_steady(self, one: WorkerState) -> bool:
+        since = max([self._disturbed[one.place], *one.counted[:1]])
+        return bool(one.counted) and time.monotonic() > since + STEADY_S
 
     def note_failure(self, one: WorkerState) -> None:
         """Notes that a worker is about to fail, or its host in a way that may count as that."""
-        self._failures[one.place].append(time.monotonic())
+        self._failures[one.place] = 1 if self._is_steady(one) else self._failures[one.place] + 1
+        self._disturbed[one.place] = time.monotonic()
+
+    def note_disturbance(self, host: int) -> None:
+        """Notes that the workers of a host are about to get another place in the job."""
+        for one in self.present():
+            if self.host_of(one) == host:
+                self._disturbed[one.place] = time.monotonic()
 
     def pids_on(self, host: int) -> list[int]:
         """Returns the processes on a host."""
