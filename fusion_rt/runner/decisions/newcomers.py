@@ -98,9 +98,11 @@ class Newcomers:
         self._slots.setdefault(place, _Slot()).since = math.inf
 
     def take(self, place: Place) -> None:
-        """A worker gets a place in an epoch, in which it was not before."""
-        self.present.pop(place, None)
-        self._slots.setdefault(place, _Slot()).since = self._clock()
+        """A worker gets a place in an epoch, in which it was not before. One that had only lost its daemon has trained
+        since it got its first place."""
+        newcomer, slot = self.present.pop(place, None), self._slots.setdefault(place, _Slot())
+        if newcomer is None or not newcomer.has_state:
+            slot.since = self._clock()
 
     def wait(self, place: Place, rank: int) -> None:
         """A worker that had this rank cannot be in the next epoch, since its host's daemon is gone, and waits."""
