@@ -267,7 +267,11 @@ class Channel:
         Raises:
             HorovodInternalError: it failed, on all ranks.
         """
-        self.read_until(operation, about=operation.about)
+        if not operation.done:
+            name, clock, plan = operation.about
+            self.trace.record(_WAIT_BEGIN, name, 0, clock, plan)
+            self._read_until(operation)
+            self.trace.record(_WAIT_END, name, 0, clock, plan)
         if operation.error is not None:
             raise failure_of(operation.error)
         return operation
@@ -350,27 +354,27 @@ class Channel:
     def _read_until(self, awaited: Awaited, deadline: float | None = None) -> None:
         """Reads messages until something is done, or waits for the thread that is reading already; no longer than until
         the deadline, if there is one."""
-        while True:
+        while not awaited.done and (deadline is None or time.monotonic() < deadline):
             with self._lock:
                 if self.reading:
-                    self._waiting += 1  # before the check: a thread that completes an operation looks at it afterwards
-                    if not awaited.done:
-                        self._changed.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-                    self._waiting -= 1
-                if awaited.done or (deadline is not None and time.monotonic() >= deadline):
-                    return
-                if self.reading:
+                    self._await_reader(awaited, deadline)
                     continue
                 self.reading = True
             try:
                 if deadline is not None:
                     self._read_before(awaited, deadline)
-                    return
-                while not awaited.done:
+                while not awaited.done and deadline is None:
                     if not self._read_one(0):
                         self._heard_nothing()
             finally:
                 self._stop_reading()
+
+    def _await_reader(self, awaited: Awaited, deadline: float | None) -> None:
+        """Waits until the thread that reads has completed something, or stops reading; called with the lock."""
+        self._waiting += 1  # before the check: a thread that completes an operation looks at it afterwards
+        if not awaited.done:
+            self._changed.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        self._waiting -= 1
 
     def _read_before(self, awaited: Awaited, deadline: float) -> None:
         """Reads messages until something is done, or the deadline has come."""
@@ -435,8 +439,7 @@ class Channel:
         if isinstance(message, wire.Done):
             operation.inline, operation.sizes = message.inline, message.sizes
             if message.nbytes:
-                operation.output = Segment.open(fd, message.nbytes, private=True)
-                operation.output.close_fd()
+                operation.output = _mapped(fd, message.nbytes)
         elif isinstance(message, wire.Planned):
             operation.plan = message.plan
         else:
@@ -463,3 +466,10 @@ class Channel:
             self.fail(message.message)
         elif not isinstance(message, wire.Pong):
             raise FusionError(f"the daemon sent {type(message).__name__}, which nobody asked for")
+
+
+def _mapped(fd: int, nbytes: int) -> Segment:
+    """Maps a result that came as a memfd, and closes the descriptor."""
+    output = Segment.open(fd, nbytes, private=True)
+    output.close_fd()
+    return output

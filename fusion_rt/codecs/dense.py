@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, BucketCodec, Codec, byte_view, check_length
+from fusion_rt.codecs.base import Array, BucketCodec, Codec, check_length
 from fusion_rt.core.dtypes import DType
 
 
@@ -14,14 +14,15 @@ class DenseBucket(BucketCodec):
     lossless = True
 
     def encode(self, start: int, values: Array) -> memoryview:
-        return byte_view(values)
+        return values.view(np.uint8).data
 
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
         check_length(payload, out.nbytes, len(out), self.layout.dtype, "dense")
         out.view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
 
     def decoded(self, start: int, payload: memoryview | bytes, count: int) -> Array:
-        check_length(payload, count * self.layout.dtype.itemsize, count, self.layout.dtype, "dense")
+        if len(payload) != (nbytes := count * self.layout.dtype.itemsize):
+            check_length(payload, nbytes, count, self.layout.dtype, "dense")
         return np.frombuffer(payload, self.layout.dtype.storage)
 
     def max_encoded_nbytes(self, n: int) -> int:

@@ -32,7 +32,7 @@ from fusion_rt.tracing.recorder import NULL
 from fusiond.app.daemon import Daemon
 from fusiond.host.loop import Timer
 from fusiond.transport.sockets import MORE
-from fusiond.workers.connections import WorkerLink
+from fusiond.workers.connections import WorkerLink, Workers
 
 Array = npt.NDArray[Any]
 Callback = Callable[[], None]
@@ -427,6 +427,8 @@ class VirtualDaemon(Daemon):
     # --- `Workers` and `KernelPool` ---
 
     events: Any = None  # of `Workers`; each worker here remembers its own
+
+    answer = Workers.answer  # type: ignore[assignment]
 
     def send(self, link: WorkerLink, message: wire.DaemonMessage, fd: int = -1) -> None:
         worker: VirtualWorker = link.sock  # type: ignore[assignment]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,8 +17,8 @@ from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
     from fusiond.core.result import Result
-    from fusiond.core.tracing import Job
     from fusiond.host.thread_pool import KernelPool
+    from fusiond.operations.thread_work import RunJobs
     from fusiond.workers.connections import WorkerLink, Workers
 
 _log = logging.getLogger("fusiond")
@@ -36,7 +35,7 @@ class DaemonEffects:
         first_done: called when the first operation is done.
 
     Attributes:
-        workers, pool: the daemon's, once it runs.
+        workers: the daemon's, once it runs.
     """
 
     def __init__(
@@ -49,10 +48,11 @@ class DaemonEffects:
         first_done: Callable[[], None],
     ) -> None:
         self.workers: Workers
-        self.pool: KernelPool
+        self.run_jobs: RunJobs
+        self.to_worker: Callable[..., None] = self._first_to_worker
         self._stacks = stacks
         self._links = links
-        self._first_done: Callable[[], None] | None = first_done
+        self._first_done = first_done
         self._loop = loop
         self._timers: weakref.WeakSet[Timer] = weakref.WeakSet()
         self.clock = loop.clock
@@ -65,6 +65,11 @@ class DaemonEffects:
         self.send_chunk = send_payload
         self.send_piece = partial(send_payload, urgency=_OF_PARCELS)
 
+    def begin(self, workers: Workers, pool: KernelPool) -> None:
+        """The daemon runs: its workers can be answered, and jobs given to its threads."""
+        self.workers = workers
+        self.run_jobs = pool.run
+
     def end(self) -> None:
         """Makes nothing happen from now on, whatever an engine whose time is over still wants."""
         for timer in list(self._timers):
@@ -72,6 +77,7 @@ class DaemonEffects:
         self.to_node = lambda node, message: None
         self.send_chunk = _not_sent
         self.send_piece = partial(_not_sent, urgency=_OF_PARCELS)
+        self.to_worker = lambda rank, message, result=None: None
         self._links = {}
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
@@ -79,17 +85,13 @@ class DaemonEffects:
         self._timers.add(timer)
         return timer
 
-    def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
-        if self._first_done is not None and isinstance(message, wire.Done):
+    def _first_to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
+        """Sends a worker a message while no operation is done yet."""
+        answer = partial(self.workers.answer, self._links)
+        if isinstance(message, wire.Done):
             self._first_done()
-            self._first_done = None
-        link = self._links.get(rank)
-        if link is not None:
-            segment = None if result is None else result.segment
-            self.workers.send(link, message, -1 if segment is None else os.dup(segment.fd))
-
-    def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
-        self.pool.run(jobs, then)
+            self.to_worker = answer
+        answer(rank, message, result)
 
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         links = {rank: self._links.get(rank) for rank in ranks}

@@ -166,7 +166,7 @@ class Formation:
 
     def begin(self) -> None:
         """Begins to take part, with an empty engine. To be called once the daemon runs."""
-        self.effects.workers, self.effects.pool = self._shell.workers, self._shell.pool
+        self.effects.begin(self._shell.workers, self._shell.pool)
         self._make_engine()
         if self._shell.mesh is not None:
             self._shell.mesh.take_with(self.peer_dispatch.receive)

@@ -11,7 +11,8 @@ with no elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -38,18 +39,10 @@ class Doubling(Exchange):
         self._outputs = outputs
         self._value = np.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
         self.local_nbytes = len(self._value) * reducer.dtype.itemsize * len(sources)
-        power = port.nodes.bit_length() - 1
-        self._pairs = 1 << power
-        self._folded = port.nodes - self._pairs
         self._early: dict[int, memoryview] = {}  # by hop: a partner may be a round ahead
-        position = port.position
-        if position >= self._pairs:
-            self._awaited = [_UNFOLD]
-        else:
-            self._awaited = ([_FOLD] if position < self._folded else []) + list(range(1, power + 1))
-        self._partner = {hop: position ^ (1 << (hop - 1)) for hop in range(1, power + 1)}
-        self._partner[_FOLD] = position + self._pairs
-        self._partner[_UNFOLD] = position - self._pairs
+        self._pairs, awaited, self._partner = _rounds(port.position, port.nodes)
+        self._folded = port.nodes - self._pairs
+        self._awaited = [*awaited]
 
     def jobs(self, threads: int) -> Sequence[Job]:
         return local_jobs(self._reducer, self._sources, self._value, threads)
@@ -102,3 +95,15 @@ class Doubling(Exchange):
 
     def _send(self, position: int, hop: int) -> None:
         self.port.send(position, 0, 0, hop, bytes(self._codec.encode(0, self._value)))
+
+
+@lru_cache
+def _rounds(position: int, nodes: int) -> tuple[int, Sequence[int], Mapping[int, int]]:
+    """Returns how many positions are in pairs, from which hops this one gets something, in their order, and its partner
+    in each."""
+    power = nodes.bit_length() - 1
+    pairs = 1 << power
+    rounds = range(1, power + 1)
+    awaited = (*([_FOLD] if position < nodes - pairs else []), *rounds) if position < pairs else (_UNFOLD,)
+    partner = {hop: position ^ (1 << (hop - 1)) for hop in rounds}
+    return pairs, awaited, partner | {_FOLD: position + pairs, _UNFOLD: position - pairs}

@@ -15,7 +15,7 @@ from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import DIRECT_KINDS
 from fusiond.core.errors import RequestError
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Executor
+from fusiond.operations.executor import Executor, local_parts
 from fusiond.operations.operation import Operation
 from fusiond.operations.outcomes import Outcomes
 from fusiond.operations.thread_work import INLINE_WORK
@@ -93,7 +93,8 @@ class Agreement:
         if operation.parts:
             return True
         if operation.key.plan:
-            operation.planned = operation.planned or self._plans.find(operation.key)
+            if operation.planned is None and (planned := self._plans.find(operation.key)) is not None:
+                operation.planned, operation.tuning = planned, planned[0].tuning
             return operation.planned is not None  # else it goes on when the plan has come
         self._relay(operation)
         return False
@@ -176,9 +177,8 @@ class Agreement:
             if small and self._executor.can_reduce_at_once(operation, recipe):
                 self._executor.reduce_at_once(operation, recipe)
                 return
-            parts = sorted(
-                operation.local(), key=lambda part: part.rank
-            )  # all members; those of a node are in another order
+            # all members; those of a node may be in another order
+            parts = sorted(local_parts(operation), key=lambda part: part.rank)
             rows = [part.signature.shape[0] if part.signature.shape else 1 for part in parts]
             if kind == "join":
                 rows = self._participants.joined[-1:]

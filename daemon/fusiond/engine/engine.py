@@ -445,8 +445,11 @@ class Engine:
             self.homes.occupied.look_again()
 
     def _operations_of(self, rank: int) -> Iterator[int]:
-        """Yields the marks (`wire.mark`) of the operations and proposals in which a local rank waits."""
-        yield from self._exchanges.submitted(rank)
+        """Yields the marks (`wire.mark`) of the operations and proposals in which a local rank waits. A rank that has
+        joined is not expected by anybody, and so its join is left out."""
+        for operation in self._operations.values():
+            if rank in operation.parts and operation.kind != "join":
+                yield wire.mark(operation.key)
         for (process_set, group, clock), ranks in self._proposals.waiting.items():
             if rank in ranks:
                 yield wire.mark(OpKey(process_set, 0, f"plan of {group}", clock))

@@ -6,7 +6,7 @@ is known, and then run as an `Exchange` (`operations.executor`). Chunks of peers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -212,7 +212,7 @@ class Exchanges:
         operation = self._operation(key, state.members)
         if rank in operation.parts:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.name} of plan {state.plan.id}")
-        operation.planned = state, bucket
+        operation.planned, operation.tuning = (state, bucket), state.tuning
         self._progress[rank].late += self._context.outside.clock() - operation.begun
         operation.parts[rank] = part
         self.advance(operation)
@@ -381,7 +381,7 @@ class Exchanges:
         if planned is None or len(self._operations) >= _MAX_EARLY:
             return self._begun_early(node, key)
         operation = self._operation(key, planned[0].members)
-        operation.planned = planned
+        operation.planned, operation.tuning = planned, planned[0].tuning
         return operation
 
     def _begun_early(self, node: int, key: OpKey) -> Operation | None:
@@ -461,10 +461,3 @@ class Exchanges:
     def idle(self) -> bool:
         """True if no operation is under way."""
         return not self._operations
-
-    def submitted(self, rank: int) -> Iterator[int]:
-        """Yields the marks (`wire.mark`) of the operations that a local rank has submitted, and that are not over. A
-        rank that has joined is not expected by anybody, and so its join is left out."""
-        for operation in self._operations.values():
-            if rank in operation.parts and operation.kind != "join":
-                yield wire.mark(operation.key)

@@ -104,7 +104,7 @@ class Executor:
             codec = open_bucket(recipe.codec, recipe.layout, len(operation.members.nodes))
             self._reduce(operation, self._all_reduce, recipe.reducer, codec, recipe.parts)
             return
-        local = operation.local() or [nothing(recipe.reducer, recipe.layout.elements)]
+        local = local_parts(operation) or [nothing(recipe.reducer, recipe.layout.elements)]
         if not operation.is_here and len(operation.members.nodes) > 1:
             root = operation.members.set.ranks.index(recipe.signature.root) if operation.kind == "broadcast" else None
             local = self._stage(operation).parts(local, root)
@@ -135,7 +135,7 @@ class Executor:
 
     def reduce_at_once(self, operation: Operation, recipe: Recipe) -> None:
         """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
-        local = operation.local()
+        local = local_parts(operation)
         outputs, operation.shared = outputs_of(local)
         self._trace.record(Kind.RUN_BEGIN, operation.key.name, local[0].values.nbytes, operation.key.clock)
         recipe.reducer.whole([part.values for part in local], outputs)
@@ -151,15 +151,13 @@ class Executor:
     ) -> None:
         """Starts an all-reduce, in the way of an algorithm. `parts`: of the tensors in it."""
         elements, settings = codec.layout.elements, self._settings
-        local = operation.local()
-        if not local:
-            reducer = replace(reducer, prescale=1.0)  # nothing, scaled, would not be nothing in a product
-            local = [nothing(reducer, elements)]
+        local = local_parts(operation) or [nothing(reducer, elements)]
         outputs, operation.shared = outputs_of(local)
-        if any([part.share for part in local]):
-            local, reducer = [self._combined(operation, local)], replace(reducer, prescale=1.0)
-            if local[0].asks_for_part:
-                outputs = [local[0].values]
+        if not operation.parts:  # nothing, scaled, would not be nothing in a product
+            reducer = replace(reducer, prescale=1.0)
+        elif any([part.share for part in local]):
+            local, outputs = self._combined(operation, local, outputs)
+            reducer = replace(reducer, prescale=1.0)  # the ranks have scaled it
         sources = [part.values for part in local]
         if not operation.is_here:
             reducer, sources, outputs = self._staged(operation, reducer, sources, outputs)
@@ -176,8 +174,10 @@ class Executor:
         compiles = self._kernels_for(reducer, elements)
         self._run(operation, operation.exchange, port, reducer.is_plain, compiles, first)
 
-    def _combined(self, operation: Operation, local: Sequence[Contribution]) -> Contribution:
-        """Returns the contribution in whose place that of the node is when the local part begins.
+    def _combined(
+        self, operation: Operation, local: Sequence[Contribution], outputs: list[Array]
+    ) -> tuple[list[Contribution], list[Array]]:
+        """Returns the contribution in whose place that of the node is when the local part begins, and the outputs.
 
         Raises:
             RequestError: the local members do not agree about who submits it.
@@ -189,7 +189,7 @@ class Executor:
                 for job in parts.reads:
                     job()
                 parts.reads.clear()
-        return found
+        return [found], [found.values] if found.asks_for_part else outputs
 
     def _prepare_codec(self, operation: Operation, codec: BucketCodec) -> Job | None:
         """Has a codec that does something recorded. Returns a job that scales its residual, if workers ask for that."""
@@ -420,6 +420,11 @@ class Executor:
         for result in results:
             if result.segment is not None:
                 result.segment.close()
+
+
+def local_parts(operation: Operation) -> list[Contribution]:
+    """Returns the parts that local members have submitted, in order of local_rank."""
+    return [operation.parts[rank] for rank in operation.members.local if rank in operation.parts]
 
 
 def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None]:

@@ -30,6 +30,7 @@ class Operation:
         parts: of the local members, by rank.
         recipe: of the first part that came; None for a planned bucket.
         planned: the plan and the bucket that it is of, once the plan is active here; None for a tensor outside a plan.
+        tuning: of that plan.
         asked: the coordinator has been asked.
         digest: of the signature that goes into its chunks.
         peers_digest: the one that came from peers, when nothing has come from local members.
@@ -55,6 +56,7 @@ class Operation:
     parts: dict[int, Contribution] = field(default_factory=dict)
     recipe: Recipe | None = None
     planned: tuple[PlanState, BucketState] | None = None
+    tuning: wire.Tuning = UNTUNED
     asked: bool = False
     digest: int = 0
     peers_digest: int = 0
@@ -83,11 +85,6 @@ class Operation:
         return "allreduce" if self.recipe is None else self.recipe.signature.kind
 
     @property
-    def tuning(self) -> wire.Tuning:
-        """The tuning of its plan, if it has one."""
-        return UNTUNED if self.planned is None else self.planned[0].tuning
-
-    @property
     def what(self) -> str:
         """The operation, as it is named in messages to people."""
         return self.key.in_words
@@ -103,7 +100,3 @@ class Operation:
                 received += sum(sender == peer for sender, _, _ in self.early)
                 found.append(wire.Traffic(peer, sent, received, unsent, now - self.heard.get(peer, self.begun)))
         return tuple(found)
-
-    def local(self) -> list[Contribution]:
-        """Returns the parts that local members have submitted, in order of local_rank."""
-        return [self.parts[rank] for rank in self.members.local if rank in self.parts]

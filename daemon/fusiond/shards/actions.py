@@ -16,8 +16,7 @@ from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import MessageCodecs, pack, unpack
-from fusiond.shards.node import Address, ThisNode
+from fusiond.shards.messages import Address, MessageCodecs, ThisNode, pack, unpack
 from fusiond.shards.push_pull import PushPullClients
 
 
@@ -68,29 +67,30 @@ class Actions:
         return acts
 
     def _answer(self, hosted: HostedHome, step: Answer) -> Act:
-        rank = hosted.ranks[step.part.rank]
+        rank, node = hosted.ranks[step.part.rank], hosted.nodes[step.part.rank]
         notes = hosted.notes.pop(step.part.rank, ())
         message = wire.Piece(
             self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, "answer", hosted.home.rank, rank,
             step.part.clock, hosted.home.version, 0, 0,
         )  # fmt: skip
-        if self._here.has(rank):
+        if node == self._here.node:
             place = self._clients.place(message.plan, message.bucket, rank)
             if place is not None:  # else it is over, while this thread is here
                 np.copyto(place, step.values)
             return partial(self._clients.answered, message, (int(step.added), *notes))
         added, coded, payload = self._encoded(hosted, step)
         message = replace(message, notes=(added, coded, *notes))
-        return partial(self._here.send, self._here.topology.node_of(rank), message, payload)
+        return partial(self._here.send, node, message, payload)
 
     def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
-        """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes.
-
-        A lossy codec sends the difference to what that node has been told, so that what it leaves out comes later
-        (dual-way sparsification: Yan et al., ICPP 2020).
-        """
+        """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes."""
         if self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
             return int(step.added), 0, memoryview(step.values.tobytes())
+        return self._difference(hosted, step)
+
+    def _difference(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
+        """Encodes an answer by a lossy codec: as the difference to what that node has been told, so that what the codec
+        leaves out comes later (dual-way sparsification: Yan et al., ICPP 2020). Returns the same as `_encoded`."""
         if step.added:
             return 1, 1, pack(self._codecs.encoder(hosted.plan, hosted.bucket), step.values)
         told = hosted.told.get(step.part.rank)
@@ -108,7 +108,7 @@ class Actions:
             here.epoch, hosted.plan.plan.id, hosted.bucket.index, step.kind, 0, ranks[hosted.home.rank], step.clock,
             hosted.home.version, 0, 0, weight=step.weight,
         )  # fmt: skip
-        nodes = {position: here.topology.node_of(ranks[position]) for position in step.ranks}
+        nodes = {position: hosted.nodes[position] for position in step.ranks}
         acts: list[Act] = []
         local = [position for position, node in nodes.items() if node == here.node]
         if local:
@@ -144,13 +144,13 @@ class Actions:
         return acts
 
     def _refuse(self, hosted: HostedHome, step: Refuse) -> None:
-        rank = hosted.ranks[step.part.rank]
+        rank, node = hosted.ranks[step.part.rank], hosted.nodes[step.part.rank]
         message = wire.Piece(
             self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, "refused", hosted.home.rank, rank,
             step.part.clock, 0, 0, 0,
         )  # fmt: skip
         why = f"bucket {hosted.bucket.index} of {hosted.plan.plan.group!r}: {step.why}"
-        if self._here.has(rank):
+        if node == self._here.node:
             self._clients.refused(message, why)
         else:
-            self._here.send(self._here.topology.node_of(rank), message, memoryview(why.encode()))
+            self._here.send(node, message, memoryview(why.encode()))

@@ -37,11 +37,16 @@ class HostedHome:
         outbox: what threads have done and the mirror is to be told.
         sent, mirrored: numbers of the last message to the mirror, and of the last one that it has.
         held: calls that wait until the mirror has the message of this number.
+        ranks: of the process set, in order of their positions; `nodes`: theirs.
+        algorithm: the plan's.
+        nbytes: of the home's value.
+        most_waiting: a limit that parts in order never reach: a rank is ahead of others by a few clocks for each.
     """
 
     plan: PlanState
     bucket: wire.Bucket
     home: Home
+    nodes: tuple[int, ...]
     waiting: deque[Contribution] = field(default_factory=deque)
     busy: int = 0
     later: deque[Act] = field(default_factory=deque)
@@ -56,30 +61,21 @@ class HostedHome:
     sent: int = 0
     mirrored: int = 0
     held: deque[tuple[int, list[Act]]] = field(default_factory=deque)
+    ranks: tuple[int, ...] = field(init=False)
+    algorithm: HomeAlgorithm[Any] = field(init=False)
+    nbytes: int = field(init=False)
+    most_waiting: int = field(init=False)
 
-    @property
-    def algorithm(self) -> HomeAlgorithm[Any]:
-        return self.plan.home_algorithm
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the process set, in order of their positions."""
-        return self.plan.members.set.ranks
+    def __post_init__(self) -> None:
+        self.ranks = self.plan.members.set.ranks
+        self.algorithm = self.plan.home_algorithm
+        self.nbytes = self.home.elements * self.home.dtype.itemsize
+        self.most_waiting = _MAX_WAITING + 16 * self.home.ranks
 
     @property
     def seeded(self) -> bool:
         """True if contributions can be taken in."""
         return self.home.rank >= 0 or self.home.value is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the home's value."""
-        return self.home.elements * self.home.dtype.itemsize
-
-    @property
-    def most_waiting(self) -> int:
-        """A limit that parts in order never reach: a rank is ahead of others by a few clocks for each of them."""
-        return _MAX_WAITING + 16 * self.home.ranks
 
     def may_begin(self) -> bool:
         """Returns whether a thread may take in the part that has waited longest."""
@@ -91,12 +87,12 @@ class HostedHome:
 
     def next(self) -> Contribution:
         """Takes the next part from the queue: the seed first."""
-        if not self.seeded:
-            for part in self.waiting:
-                if part.kind == "seed":
-                    self.waiting.remove(part)
-                    return part
-        return self.waiting.popleft()
+        return self.waiting.popleft() if self.seeded else self._next_seed()
+
+    def _next_seed(self) -> Contribution:
+        seed = next(part for part in self.waiting if part.kind == "seed")
+        self.waiting.remove(seed)
+        return seed
 
     def begin(self, value: Array) -> None:
         """Gives the home its first value."""

@@ -21,7 +21,7 @@ from fusion_rt import wire
 from fusiond.buckets.plans import PlanState
 from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.node import ThisNode
+from fusiond.shards.messages import ThisNode
 from fusiond.shards.push_pull import PushPullClients
 from fusiond.shards.server import HomeServer
 
@@ -132,10 +132,13 @@ class Occupied:
 
     def _tell(self, state: PlanState, rank: int) -> None:
         """Tells a plan's shards whether a rank is occupied, if that is not what they know."""
-        key, marks = (state.plan.id, rank), self._occupying(state, rank)
-        told = self._told.get(key)
-        if told is None and not marks:
-            return
+        marks, told = self._occupying(state, rank), self._told.get((state.plan.id, rank))
+        if marks or told is not None:
+            self._tell_that(state, rank, marks, told)
+
+    def _tell_that(self, state: PlanState, rank: int, marks: set[int], told: wire.Occupied | None) -> None:
+        """Tells shards, who know what they were told, that a rank is occupied by what has these marks; none: free."""
+        key = state.plan.id, rank
         clock = max(client.posted for client in self._clients.of(*key))
         if told is not None and told.clock == clock and not marks.isdisjoint(told.operations):
             return

@@ -15,10 +15,10 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.core.assembly import BytesInPieces
-from fusiond.shards.messages import MessageCodecs
+from fusiond.shards.messages import MessageCodecs, ThisNode
 from fusiond.shards.mirrors import mirror_of
-from fusiond.shards.node import ThisNode
 
+_CODED = ("post", "ask", "answer", "mix", "mean")  # kinds of messages that a codec may have encoded
 _MAX_EARLY = 4096  # pieces that may come before their plan
 _MAX_EARLY_BYTES = 1 << 32  # of their payloads
 _MAX_OPEN = 8  # messages from a rank to a home, or back, that may be incomplete
@@ -88,6 +88,9 @@ class Reassembly:
         _check(self._here, self._codecs, node, state, piece)
         if not piece.start and len(payload) == piece.nbytes:
             return payload
+        return self._add_part(node, state, piece, payload)
+
+    def _add_part(self, node: int, state: PlanState, piece: wire.Piece, payload: memoryview) -> memoryview | None:
         key = (node, piece.plan, piece.bucket, piece.home, piece.rank, piece.kind, piece.clock)
         assembly = self._assemblies.get(key)
         if assembly is None:
@@ -120,53 +123,64 @@ def _check(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanState, p
     if not _fits(here, node, state, piece):
         raise WireError(f"no {piece.kind} of rank {piece.rank} for bucket {piece.bucket} can come from it")
     bucket = state.plan.buckets[piece.bucket]
-    what = _in_words(piece)
     limit = bucket.numel * DTYPES[bucket.dtype].itemsize
-    sized = piece.kind in ("seed", "reseed") or (piece.kind == "update" and piece.samples > 0)
-    if sized and piece.nbytes != limit:
-        raise WireError(f"{what} has {piece.nbytes} bytes instead of {limit}")
-    if piece.kind == "refused":
-        limit = _MAX_SENTENCE
-    elif piece.kind in ("pass", "want") or (piece.kind == "update" and not sized):
-        limit = 0
-    elif piece.kind == "image":
-        ranks = len(state.members.set.ranks)  # an algorithm may keep something of each
-        limit = (_MOST_STATE + ranks) * limit + _HEADER * (1 + len(bucket.tensors) + ranks)
-    elif piece.kind == "told":
-        limit = 8 * (1 + 2 * len(state.members.set.ranks))
-    elif not sized:
+    if piece.kind in _CODED:
         limit = max(limit, codecs.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
+    else:
+        limit = _limit_of(state, piece, limit)
     if piece.nbytes > limit:
-        raise WireError(f"{what} has {piece.nbytes} bytes, and {limit} is the most")
+        raise WireError(f"{_in_words(piece)} has {piece.nbytes} bytes, and {limit} is the most")
     if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
-        raise WireError(f"{what} has the notes {list(piece.notes)}, which say nothing")
-    carried = piece.kind == "update" and not piece.rates and state.home_algorithm.carries
-    steps = piece.kind == "post" or (piece.kind == "update" and sized and not carried)
-    if steps and (wrong := state.wrong_rates(bucket.index, piece.rates)):
-        raise WireError(f"{what} cannot be taken in: {wrong}")
+        raise WireError(f"{_in_words(piece)} has the notes {list(piece.notes)}, which say nothing")
+    if piece.kind == "post" and (wrong := state.wrong_rates(bucket.index, piece.rates)):
+        raise WireError(f"{_in_words(piece)} cannot be taken in: {wrong}")
     if not (0 < piece.weight < math.inf):
-        raise WireError(f"{what} has the weight {piece.weight}, which has to be above 0")
+        raise WireError(f"{_in_words(piece)} has the weight {piece.weight}, which has to be above 0")
+
+
+def _limit_of(state: PlanState, piece: wire.Piece, nbytes: int) -> int:
+    """Returns the most bytes of a message that is no contribution, and no answer to one.
+
+    Args:
+        nbytes: of the bucket's values.
+
+    Raises:
+        WireError: it has another size than it can have; or it is an update that cannot be made.
+    """
+    ranks = len(state.members.set.ranks)
+    if piece.kind in ("seed", "reseed") or (piece.kind == "update" and piece.samples > 0):
+        if piece.nbytes != nbytes:
+            raise WireError(f"{_in_words(piece)} has {piece.nbytes} bytes instead of {nbytes}")
+        carried = not piece.rates and state.home_algorithm.carries
+        wrong = "" if piece.kind != "update" or carried else state.wrong_rates(piece.bucket, piece.rates)
+        if wrong:
+            raise WireError(f"{_in_words(piece)} cannot be taken in: {wrong}")
+        return nbytes
+    if piece.kind == "refused":
+        return _MAX_SENTENCE
+    if piece.kind == "image":  # an algorithm may keep something of each rank
+        return (_MOST_STATE + ranks) * nbytes + _HEADER * (1 + len(state.plan.buckets[piece.bucket].tensors) + ranks)
+    return 8 * (1 + 2 * ranks) if piece.kind == "told" else 0
 
 
 def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> bool:
     """Returns whether a node sends this kind of piece, of this rank and bucket, to this node."""
-    plan, ranks = state.plan, state.members.set.ranks
-    fits = piece.bucket < len(plan.buckets) and piece.rank in ranks
-    if fits and plan.homes:
-        home = plan.homes[piece.bucket]
-        if piece.kind in ("answer", "refused"):
-            fits = home == node and piece.rank in state.members.local
-        elif piece.kind in ("image", "update"):
-            fits = home == node and mirror_of(state, node) == here.node
-        elif piece.kind == "told":
-            fits = state.home_algorithm.tells
-            fits = fits and plan.homes[0] == node and home == here.node and piece.bucket > 0
-            fits = fits and piece.nbytes % 8 == 0
-        else:
-            fits = piece.kind in get_args(wire.PostKind) and home == here.node
-            fits = fits and piece.rank in here.topology.ranks[node]
-        fits = fits and piece.home == -1
-    elif fits:
-        fits = piece.kind in ("mix", "mean", "pass", "want") and piece.rank in here.topology.ranks[node]
-        fits = fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local
-    return fits
+    if piece.bucket >= len(state.plan.buckets) or piece.rank not in state.members.set.ranks:
+        return False
+    if state.plan.homes:
+        return piece.home == -1 and _fits_shards(here, node, state, piece)
+    ranks = state.members.set.ranks
+    fits = piece.kind in ("mix", "mean", "pass", "want") and piece.rank in here.topology.ranks[node]
+    return fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local
+
+
+def _fits_shards(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> bool:
+    home = state.plan.homes[piece.bucket]
+    if piece.kind in get_args(wire.PostKind):
+        return home == here.node and piece.rank in here.topology.ranks[node]
+    if piece.kind in ("answer", "refused"):
+        return home == node and piece.rank in state.members.local
+    if piece.kind in ("image", "update"):
+        return home == node and mirror_of(state, node) == here.node
+    fits = piece.kind == "told" and state.home_algorithm.tells and piece.nbytes % 8 == 0
+    return fits and state.plan.homes[0] == node and home == here.node and piece.bucket > 0

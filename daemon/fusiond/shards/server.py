@@ -26,9 +26,8 @@ from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.actions import Actions
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import MessageCodecs, unpack
+from fusiond.shards.messages import Address, MessageCodecs, ThisNode, unpack
 from fusiond.shards.mirrors import mirror_of
-from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
 
 
@@ -93,7 +92,8 @@ class HomeServer:
         home = Home(rank, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, spans, leads, codec)
         home.present -= {position for position, rank in enumerate(state.members.set.ranks) if rank in self._gone}
         home.joined = {position for position, rank in enumerate(state.members.set.ranks) if rank in self._joined}
-        hosted = HostedHome(state, bucket, home)
+        nodes = tuple(self._here.topology.node_of(rank) for rank in state.members.set.ranks)
+        hosted = HostedHome(state, bucket, home, nodes)
         hosted.mirror = mirror_of(state, self._here.node)
         self._homes[state.plan.id, bucket.index, rank] = hosted
         self._of.setdefault(state.plan.id, []).append(hosted)
@@ -174,7 +174,8 @@ class HomeServer:
 
         def done() -> None:
             hosted.busy -= 1
-            self._tell_mirror(hosted)
+            if hosted.outbox:
+                self._tell_mirror(hosted, hosted.mirror)
             if hosted.sent > hosted.mirrored:
                 hosted.held.append((hosted.sent, acts))
             else:
@@ -186,17 +187,17 @@ class HomeServer:
 
         self._here.do(hosted.plan.plan.id, lambda: acts.extend(work()), nbytes, done)
 
-    def _tell_mirror(self, hosted: HostedHome) -> None:
+    def _tell_mirror(self, hosted: HostedHome, mirror: int | None) -> None:
         """Tells a home's mirror what a thread has done there."""
+        assert mirror is not None
         while hosted.outbox:  # to which threads may add
             one = hosted.outbox.popleft()
-            assert hosted.mirror is not None
             hosted.sent += 1
             message = wire.Piece(
                 self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, one.kind, -1, hosted.ranks[one.rank],
                 hosted.sent, one.clock, 0, 0, one.rates, one.samples,
             )  # fmt: skip
-            self._here.send(hosted.mirror, message, one.payload)
+            self._here.send(mirror, message, one.payload)
 
     def mirrored(self, node: int, message: wire.Mirrored) -> None:
         """A mirror has all that it was told up to a number. Raises `WireError` if it cannot say so."""
@@ -232,10 +233,8 @@ class HomeServer:
         if part.kind in ("ask", "reseed"):  # of a shard; a replica has nothing to ask for
             return self._actions.prepared(hosted, [hosted.algorithm.asked(home, part)])
         if part.kind == "post":
-            if position not in home.present and part.clock // wire.CLOCKS_OF_A_JOIN > hosted.joins:
-                # It had joined, and is back; else it posted this before it joined, and nobody waits for more of it.
-                home.done[position] = max(home.done[position], home.slowest)
-                home.present, home.joined = home.present | {position}, home.joined - {position}
+            if position not in home.present:
+                _come_back(hosted, part)
             home.done[position] += 1
             home.heard[position] = part.clock + 1
             stale = max(home.version - part.version, 0)
@@ -250,11 +249,7 @@ class HomeServer:
         steps = hosted.algorithm.nothing(home, part) if nothing else hosted.algorithm.received(home, part)
         acts = self._actions.prepared(hosted, steps)
         if len(home.slots) > hosted.most_waiting:
-            raise WireError(
-                f"contributions of {len(home.slots)} clocks wait at the home of bucket {hosted.bucket.index} of "
-                f"{hosted.plan.plan.group!r}, the last one of rank {hosted.ranks[position]} and clock {part.clock}: "
-                "that cannot be"
-            )
+            raise _too_many(hosted, part)
         return acts
 
     def _decoded(self, hosted: HostedHome, part: Contribution, payload: memoryview) -> Array:
@@ -369,6 +364,23 @@ class HomeServer:
                     late[str(hosted.ranks[position])] += count
         updates = sum(hosted.home.version for hosted in self)
         return {"homes": len(self._homes), "updates": updates, "late": dict(late)}
+
+
+def _come_back(hosted: HostedHome, part: Contribution) -> None:
+    """Has a rank that had joined take part again, if this was posted after it is back, and not before it joined: of
+    that nobody waits for more."""
+    home, position = hosted.home, part.rank
+    if part.clock // wire.CLOCKS_OF_A_JOIN > hosted.joins:
+        home.done[position] = max(home.done[position], home.slowest)
+        home.present, home.joined = home.present | {position}, home.joined - {position}
+
+
+def _too_many(hosted: HostedHome, part: Contribution) -> WireError:
+    return WireError(
+        f"contributions of {len(hosted.home.slots)} clocks wait at the home of bucket {hosted.bucket.index} of "
+        f"{hosted.plan.plan.group!r}, the last one of rank {hosted.ranks[part.rank]} and clock {part.clock}: "
+        "that cannot be"
+    )
 
 
 def _reseed(hosted: HostedHome, values: Array) -> None:

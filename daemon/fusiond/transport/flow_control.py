@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
@@ -54,12 +55,13 @@ class _Flow:
     waiting: deque[tuple[wire.Chunk, bytes | memoryview]] = field(default_factory=deque)
 
 
+@dataclass
 class FlowPort:
     """The `Port` of one exchange.
 
-    Args:
+    Attributes:
         key, digest: go into each chunk.
-        nodes: node indices of the process set; positions index this.
+        members: node indices of the process set; positions index this.
         node: this node.
         chunk_bytes, window_bytes: largest payload of a chunk, and what may be under way to a peer.
         send_chunk: sends (node, chunk, payload) now; returns whether the payload stays borrowed until credit comes.
@@ -67,44 +69,31 @@ class FlowPort:
         finished: called when the exchange has finished and nothing of it is borrowed any more.
         trace: records chunks that wait.
         kind: the chunks' type.
-
-    Attributes:
         lends: large payloads are memory that changes when the exchange is over (`Exchange.lends`).
     """
 
-    def __init__(
-        self,
-        key: wire.OpKey,
-        digest: int,
-        nodes: Sequence[int],
-        node: int,
-        chunk_bytes: int,
-        window_bytes: int,
-        send_chunk: SendChunk,
-        grant: Callable[[int, int], None],
-        finished: Callable[[], None],
-        trace: Instrument = NULL,
-        kind: type[wire.Chunk] = wire.Chunk,
-    ) -> None:
-        self.position = nodes.index(node)
-        self.nodes = len(nodes)
-        self.chunk_bytes = chunk_bytes
-        self.lends = True
-        self._key = key
-        self._digest = digest
-        self._node_of = nodes
-        self._window = window_chunks(window_bytes, chunk_bytes)
-        self._send_chunk = send_chunk
-        self._grant = grant
-        self._finished = finished
-        self._trace = trace
-        self._kind = kind
-        self._flows = defaultdict[int, _Flow](_Flow)  # by position
-        self._done = False
-        self._told = False
+    key: wire.OpKey
+    digest: int
+    members: Sequence[int]
+    node: int
+    chunk_bytes: int
+    window_bytes: int
+    send_chunk: SendChunk
+    grant: Callable[[int, int], None]
+    finished: Callable[[], None]
+    trace: Instrument = NULL
+    kind: type[wire.Chunk] = wire.Chunk
+    lends: bool = True
+    _flows: defaultdict[int, _Flow] = field(default_factory=partial(defaultdict, _Flow))  # by position
+    _done: bool = False
+    _told: bool = False
+
+    def __post_init__(self) -> None:
+        self.position, self.nodes = self.members.index(self.node), len(self.members)
+        self._window = window_chunks(self.window_bytes, self.chunk_bytes)
 
     def send(self, position: int, part: int, start: int, hop: int, payload: bytes | memoryview) -> None:
-        chunk = self._kind(self._key, self._digest, part, start, hop)
+        chunk = self.kind(self.key, self.digest, part, start, hop)
         flow = self._flows[position]
         if flow.under_way < self._window and not flow.waiting:
             self._send_now(position, flow, chunk, payload)
@@ -150,18 +139,18 @@ class FlowPort:
     def _send_now(self, position: int, flow: _Flow, chunk: wire.Chunk, payload: bytes | memoryview) -> None:
         flow.sent += 1
         flow.under_way += 1
-        if self._send_chunk(self._node_of[position], chunk, payload) and self.lends:
+        if self.send_chunk(self.members[position], chunk, payload) and self.lends:
             flow.borrows = True
 
     def _grant_consumed(self, position: int, flow: _Flow) -> None:
         count, flow.consumed = flow.consumed, 0
-        self._grant(self._node_of[position], count)
+        self.grant(self.members[position], count)
 
     def _record(self, kind: Kind, position: int, nbytes: int = 0) -> None:
-        name, clock, plan = about_key(self._key)
-        self._trace.record(kind, name, nbytes, clock, plan, 0, self._node_of[position])
+        name, clock, plan = about_key(self.key)
+        self.trace.record(kind, name, nbytes, clock, plan, 0, self.members[position])
 
     def _check(self) -> None:
         if self._done and not self._told and not any(flow.borrows or flow.waiting for flow in self._flows.values()):
             self._told = True
-            self._finished()
+            self.finished()

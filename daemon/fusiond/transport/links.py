@@ -133,10 +133,7 @@ class Link:
             return
         try:
             if payload is None:
-                last = max(len(frame) - 1, 0) // CONTROL_FRAME * CONTROL_FRAME
-                for start in range(0, last, CONTROL_FRAME):
-                    self._socket.send(frame[start : start + CONTROL_FRAME], MORE)
-                self._socket.send(frame[last:], NOW)
+                _send_in_frames(self._socket, frame)
             else:
                 self._socket.send(frame, MORE)
                 self._socket.send(payload, NOW, copy=len(payload) < COPY_BELOW)
@@ -291,3 +288,11 @@ class Link:
             self._loop.remove(self._question.fileno())
             self._question.close()
             self._question = None
+
+
+def _send_in_frames(socket: Socket, message: bytes) -> None:
+    """Sends a control message, in frames as large as they may be."""
+    last = max(len(message) - 1, 0) // CONTROL_FRAME * CONTROL_FRAME
+    for start in range(0, last, CONTROL_FRAME):
+        socket.send(message[start : start + CONTROL_FRAME], MORE)
+    socket.send(message[last:], NOW)

@@ -310,17 +310,11 @@ class Peer:
             if link.down_since is not None and now - link.down_since > most:
                 return f"its {link.name} broke and could not be made again within {most:g} s"
             if link.out.full:
-                return (
-                    f"it does not accept data: {len(link.out)} messages ({link.out.nbytes / 2**20:.0f} MiB) on its "
-                    f"{link.name} are not acknowledged"
-                )
+                return _does_not_accept(len(link.out), link.out.nbytes, f"on its {link.name} are not acknowledged")
             if link.fruitless(now) > most:
                 return f"its {link.name} breaks again and again, and nothing gets through it"
         if self.sending.full:
-            return (
-                f"it does not accept data: {len(self.sending)} messages ({self.sending.nbytes / 2**20:.0f} MiB) wait "
-                "for its payload connections"
-            )
+            return _does_not_accept(len(self.sending), self.sending.nbytes, "wait for its payload connections")
         return ""
 
     # --- what people are told -----------------------------------------------------------------------------------------
@@ -329,12 +323,15 @@ class Peer:
         """Warns, once an episode, that it does not take the messages sent to it."""
         for link, slowness in zip(self.links, self.slowness, strict=True):
             if slowness.look(now, link.out.acknowledged, len(link.out)):
-                _log.warning(
-                    "node %d (host %s) is slow: %d messages (%.1f MiB) on its %s have been unacknowledged "
-                    "for %.1f s; its daemon was last heard %.1f s ago",
-                    self.node, self.host, len(link.out), link.out.nbytes / 2**20, link.name, now - slowness.since,
-                    self.suspicion.silence(now),
-                )  # fmt: skip
+                self._warn_of_slowness(link, now, slowness.since)
+
+    def _warn_of_slowness(self, link: Link, now: float, since: float) -> None:
+        _log.warning(
+            "node %d (host %s) is slow: %d messages (%.1f MiB) on its %s have been unacknowledged "
+            "for %.1f s; its daemon was last heard %.1f s ago",
+            self.node, self.host, len(link.out), link.out.nbytes / 2**20, link.name, now - since,
+            self.suspicion.silence(now),
+        )  # fmt: skip
 
     def broke(self, link: Link, now: float) -> None:
         """Logs a break; warns, once an episode, where connections break again and again."""
@@ -395,3 +392,7 @@ class Peer:
             "longest_silence_seconds": round(max(self.suspicion.longest, self.suspicion.silence(now)), 3),
             "timeout_seconds": round(self.suspicion.limit, 3),
         }
+
+
+def _does_not_accept(messages: int, nbytes: int, what: str) -> str:
+    return f"it does not accept data: {messages} messages ({nbytes / 2**20:.0f} MiB) {what}"

@@ -81,15 +81,20 @@ class Tokens:
         """Returns the holder of a token that came on this descriptor (negative if unknown); None if it is nobody's,
         which is counted if stale."""
         holder = self._holders.get(token)
+        if holder is not None and holder.descriptor == descriptor >= 0:
+            return holder
+        return self._holder_elsewhere(token, descriptor, holder)
+
+    def _holder_elsewhere(self, token: bytes, descriptor: int, holder: Holder | None) -> Holder | None:
+        """Returns the same of a token that has not come on this descriptor before."""
         if holder is None or descriptor < 0:
             self.stale += self.is_stale(token)
             return None
         if holder.descriptor == -1:
             holder.descriptor = descriptor
-        if holder.descriptor != descriptor:
-            self.stale += 1
-            return None
-        return holder
+            return holder
+        self.stale += 1
+        return None
 
     def id_of_new(self, token: bytes) -> int | None:
         """Returns whose a token is; None if it is nobody's, or has come on a connection already."""

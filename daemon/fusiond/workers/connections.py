@@ -26,6 +26,7 @@ from fusion_rt.kernels.ordinary import Operand, Remote
 from fusion_rt.local import packets
 from fusiond.collectives.base import Array
 from fusiond.core.dispatch import Handlers
+from fusiond.core.result import Result
 from fusiond.host.loop import EventLoop
 from fusiond.workers.stack_reader import Source
 
@@ -161,6 +162,15 @@ class Workers:
             self._queue(link, packets.Packet(data))
         except OSError:
             pass  # the worker is gone; reading says so too, and that is where it is dealt with
+
+    def answer(
+        self, links: Mapping[int, WorkerLink], rank: int, message: wire.DaemonMessage, result: Result | None = None
+    ) -> None:
+        """Sends a message to the worker of a rank, if it is connected, with the memfd of a large result."""
+        link = links.get(rank)
+        if link is not None:
+            fd = -1 if result is None or result.segment is None else os.dup(result.segment.fd)
+            self.send(link, message, fd)
 
     def _send_packet(self, link: WorkerLink, packet: packets.Packet) -> None:
         """Sends a message that is long, or goes with a descriptor, or may have to wait for others."""

@@ -40,6 +40,7 @@ class Poster:
 
     Attributes:
         alone: to be held by whoever submits something else, or changes what the submitted depends on.
+        used: something was added since the last `clear`; else there is nothing to finish, and nothing to clear.
         failure: why something could not be submitted; the rest is given up then.
     """
 
@@ -49,6 +50,7 @@ class Poster:
 
     def _start_anew(self) -> None:
         self.alone = threading.RLock()
+        self.used = False
         self.failure: HorovodInternalError | None = None
         self._changed = threading.Condition(self.alone)
         self._queue: deque[Copied] = deque()
@@ -60,6 +62,7 @@ class Poster:
     def add(self, copied: Copied) -> None:
         """Has something submitted when it has been copied."""
         with self._changed:
+            self.used = True
             self._queue.append(copied)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fusion_rt-poster", daemon=True)
@@ -83,7 +86,7 @@ class Poster:
         """Forgets what has not been submitted, and what went wrong."""
         with self.alone:
             self._queue.clear()
-            self.failure = None
+            self.used, self.failure = False, None
 
     def _run(self) -> None:
         pause = _SHORT

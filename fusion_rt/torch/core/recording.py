@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,25 +40,16 @@ class _Passes:
 
     Attributes:
         trace, step: where they are recorded, and as part of which step.
+        recorder: returns who has recorded the latest step, while it lives.
     """
 
-    _recorder: weakref.ref[Steps] | None = None
-
     def __init__(self) -> None:
+        self.recorder: Callable[[], Steps | None] = lambda: None
         self.trace: Instrument = NULL
         self.step = 0
         self._waiting: RemovableHandle | None = None
         self._ending: RemovableHandle | None = None
         self._backward = False
-
-    def recorder(self) -> Steps | None:
-        """Returns who has recorded the latest step, while it lives."""
-        return None if self._recorder is None else self._recorder()
-
-    def recorded_by(self, steps: Steps) -> None:
-        """Notes who records a step."""
-        if self.recorder() is not steps:
-            self._recorder = weakref.ref(steps)
 
     def watch(self) -> None:
         """Waits for the next forward pass."""
@@ -123,6 +114,7 @@ class Steps:
         self.trace = trace
         self.number = 0
         self._memory_due = 0  # time, ns
+        self._reference = weakref.ref(self)
 
     def first_gradient(self) -> None:
         """Notes the first gradient of a step, or the request for its reduction without any."""
@@ -132,20 +124,22 @@ class Steps:
 
     def begin(self) -> None:
         """Records that `step()` was called."""
-        _passes.recorded_by(self)
+        _passes.recorder = self._reference
         self.trace.record(Kind.STEP_BEGIN, "", 0, self.number)
 
     def end(self) -> None:
         """Records that `step()` is about to return."""
-        _passes.recorded_by(self)
+        _passes.recorder = self._reference
         self.trace.record(Kind.STEP_END, "", time.process_time_ns(), self.number, 0, processors.waited())
-        now = time.monotonic_ns()
-        if now >= self._memory_due:
-            self._memory_due = now + resident_memory.EVERY_NS
-            self.trace.record(Kind.MEMORY, "", resident_memory.nbytes(), 0, 0, _on_gpus() >> 10)
+        if time.monotonic_ns() >= self._memory_due:
+            self._record_memory()
         self.number += 1
         _passes.trace, _passes.step = self.trace, self.number
         _passes.watch()
+
+    def _record_memory(self) -> None:
+        self._memory_due = time.monotonic_ns() + resident_memory.EVERY_NS
+        self.trace.record(Kind.MEMORY, "", resident_memory.nbytes(), 0, 0, _on_gpus() >> 10)
 
 
 class ScriptSteps:

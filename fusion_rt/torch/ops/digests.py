@@ -31,18 +31,26 @@ class Digests:
         process_set: the ranks that are to have the same.
         waits: they are looked at at once; else in a later step, as soon as all ranks' digests are there.
         what: an exchange, for people, with its article.
+
+    Attributes:
+        due: number of the exchange from which on `note` has something to do.
     """
 
     def __init__(self, every: int, process_set: ProcessSet, waits: bool, what: str) -> None:
         self._every, self._process_set, self._waits, self._what = every, process_set, waits, what
         self._here: Runtime | None = None
         self._joins = self._joins_before = 0  # of all ranks, in this membership; those before the first exchange
-        self._due, self._last = 1, 0  # numbers of exchanges: of the next comparison, and the last
+        self._next, self._last = 1, 0  # numbers of exchanges: of the next comparison, and the last
+        self.due = 0
         self._asked: tuple[int, str, list[str]] | None = None  # a handle, between which exchanges, and names
         self._differs = False
 
+    def count_anew(self) -> None:
+        """Has the next exchange looked at: numbers of exchanges begin anew, in another membership or after a join."""
+        self.due = 0
+
     def note(self, step: int, name: str, alike: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Compares tensors, if that is due. Warns of ranks that differ, once.
+        """Compares tensors, or looks at what others have, if that is due. Warns of ranks that differ, once.
 
         Args:
             step: how many exchanges there were in this membership, or since all ranks have joined (`hvd.join`); the
@@ -50,27 +58,24 @@ class Digests:
             name: pairs the ranks' operations.
             alike: returns the tensors by names, the same on all ranks; none if it is not yet time to.
         """
-        here = runtime()
-        joins = here.client.channel.clocks.joins
-        if self._asked is not None or step >= self._due or here is not self._here or joins != self._joins:
-            self._compare(step, name, alike, here, joins)
+        self._compare(step, name, alike, runtime())
+        self.due = self._next if self._asked is None else 0
 
-    def _compare(
-        self, step: int, name: str, alike: Callable[[], Mapping[str, torch.Tensor]], here: Runtime, joins: int
-    ) -> None:
-        """Does so in this membership, in which all ranks have joined so many times."""
+    def _compare(self, step: int, name: str, alike: Callable[[], Mapping[str, torch.Tensor]], here: Runtime) -> None:
+        """Does so in this membership."""
+        joins = here.client.channel.clocks.joins
         if here is not self._here:
-            self._here, self._asked, self._due, self._last = here, None, 1, 0
+            self._here, self._asked, self._next, self._last = here, None, 1, 0
             self._joins = self._joins_before = joins
         elif joins != self._joins:  # ranks have taken different numbers of steps, and count anew
             if self._asked is not None:
                 self._look()
-            self._joins, self._due, self._last = joins, 1, 0
-        if self._asked is not None and (step >= self._due or poll(self._asked[0])):
+            self._joins, self._next, self._last = joins, 1, 0
+        if self._asked is not None and (step >= self._next or poll(self._asked[0])):
             self._look()
-        if step < self._due or not (tensors := alike()):
+        if step < self._next or not (tensors := alike()):
             return
-        self._due = (step // self._every + 1) * self._every
+        self._next = (step // self._every + 1) * self._every
         if self._process_set.size() == 1:
             return
         made = [digest(tensor) for tensor in tensors.values()]  # all are queued, before the first is waited for

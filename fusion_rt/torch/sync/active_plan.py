@@ -15,12 +15,12 @@ from fusion_rt.torch.core.tensors import TORCH_DTYPES, dtype_name
 from fusion_rt.torch.node.reduction import NodeReduction, reduction_in_node
 from fusion_rt.torch.node.staging import NodeWay
 from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.sync.buckets import Bucket, Carriage, SparseGradient
+from fusion_rt.torch.sync.buckets import Bucket, Carriage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.selections import Selections
-from fusion_rt.torch.sync.slots import Slot, memory_order
+from fusion_rt.torch.sync.slots import Slot, SparseGradient, memory_order
 
 
 class ActivePlan:

@@ -15,14 +15,12 @@ import torch
 from fusion_rt import wire
 from fusion_rt.client import Operation, terms
 from fusion_rt.core.errors import HorovodInternalError, failure_of
-from fusion_rt.torch import ops
 from fusion_rt.torch.core import device
-from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.node.reduction import Combining, Gathering, NodeReduction
 from fusion_rt.torch.node.staging import Packed, are_together
 from fusion_rt.torch.sync.selections import BucketSelector
-from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.slots import Slot, SparseGradient
 from fusion_rt.torch.sync.strategies import Applied, Posted
 from fusion_rt.tracing.format import Flush, Kind
 
@@ -53,35 +51,6 @@ class Carriage:
     def is_direct(self, slot: Slot) -> bool:
         """Tells whether a slot's `p.grad` may be its place in the arena."""
         return self.applied.to_gradients and self.compressor is None and device.layer.is_host(slot.parameter)
-
-
-@dataclass(frozen=True)
-class SparseGradient:
-    """Reduction of a sparse gradient: every rank gets the rows of all, as in Horovod.
-
-    Attributes:
-        sparse: number of sparse dimensions.
-        name: of the operation.
-        op: how the ranks' values are combined.
-        process_set: the ranks that take part.
-    """
-
-    sparse: int
-    name: str
-    op: wire.Op
-    process_set: ProcessSet
-
-    def start(self, slot: Slot) -> Callable[[], torch.Tensor]:
-        """Submits a slot's gradient. Returns what waits for the result."""
-        gradient, like = slot.parameter.grad, slot.parameter
-        if gradient is None:
-            shape = list(like.shape)
-            indices = torch.empty((self.sparse, 0), dtype=torch.int64, device=like.device)
-            values = torch.empty([0, *shape[self.sparse :]], dtype=like.dtype, device=like.device)
-            gradient = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
-        elif not gradient.is_sparse:
-            gradient = gradient.detach().to_sparse(self.sparse)
-        return ops.sparse_allreduce_async(gradient.coalesce(), name=self.name, op=self.op, process_set=self.process_set)
 
 
 class Bucket:
@@ -168,6 +137,14 @@ class Bucket:
             with torch.no_grad():
                 self.send()
             return
+        if self._on_device or self.node is not None or self.rows is not None:
+            self._send_in_its_way()
+        else:
+            self._fill_arena()
+        self.sent = True
+
+    def _send_in_its_way(self) -> None:
+        """Starts to submit what is sparse, on a device, or combined in the node."""
         if self._on_device:
             self._follow_gradients()
         if self.rows is not None:
@@ -180,7 +157,6 @@ class Bucket:
             self._pack()
         else:
             self._fill_arena()
-        self.sent = True
 
     def _follow_gradients(self) -> None:
         """Has what is queued from now on come after the gradients, which may be computed on several streams, and after
@@ -243,7 +219,7 @@ class Bucket:
             view.zero_()
         elif value is view:
             return
-        elif slot.direct or device.layer.is_host(value):
+        elif slot.direct or not self._on_device:
             views.append(view)
             values.append(value)
         else:
@@ -277,7 +253,8 @@ class Bucket:
         """Sends the message that says what this worker contributes."""
         said = None if self.selection is None else self.selection.terms()
         said = said or self.carriage.terms(self.slots)
-        said.urgency, said.share, said.asks_for_part = self.urgency, self._share, self._gathers()
+        said.urgency, said.share = self.urgency, self._share
+        said.asks_for_part = self._share == wire.PART and self._gathers()
         self._operation = self._channel.ready(*self._identity, said, self.nbytes, self.flush)
 
     def give_up(self, why: str) -> None:
@@ -436,7 +413,7 @@ class Bucket:
     def land(self, operation: Operation, share: float = 1.0) -> None:
         """Waits for an operation that was handed over, and applies its results as `receive` does."""
         self.await_end(operation)
-        places = self.await_gathered()
+        places = self.await_gathered() if self._on_device or self._gathering is not None else ()
         _, clock, plan = operation.about
         record = self._trace.record
         record(_APPLY_BEGIN, self._label, 0, clock, plan)
@@ -447,20 +424,28 @@ class Bucket:
     def _take(self, share: float, added: bool, places: Sequence[torch.Tensor]) -> None:
         """Puts results where they belong. `places`: on their device, where they are if not in the arena."""
         slots = [slot for slot in self.slots if slot.sparse or not slot.direct]
+        with torch.no_grad():
+            if self._on_device or self.carriage.compressor is not None:
+                results = self._brought(slots, places)
+            else:
+                results = [slot.view for slot in slots]  # type: ignore[misc]
+            if share != 1.0:
+                results = [result * share for result in results]
+            self.carriage.applied.take(slots, results, added)
+
+    def _brought(self, slots: Sequence[Slot], places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns results on their device, without the script's compression. `places`: as of `_take`."""
         landings = [self._landing(slot) for slot in slots]
         elsewhere = [(to, slot.view) for slot, to in zip(slots, landings, strict=True) if to is not slot.view]
-        with torch.no_grad():
-            if places:
-                torch._foreach_copy_(landings, list(places))
-                self._landed = device.layer.mark(*places)
-            elif elsewhere:
-                self._landed = device.layer.copy(*zip(*elsewhere, strict=True))
-            if self.carriage.compressor is not None:
-                undo = self.carriage.compressor.decompress
-                landings = [torch.as_tensor(undo(to, s.context)) for s, to in zip(slots, landings, strict=True)]
-            if share != 1.0:
-                landings = [landing * share for landing in landings]
-            self.carriage.applied.take(slots, landings, added)
+        if places:
+            torch._foreach_copy_(landings, list(places))
+            self._landed = device.layer.mark(*places)
+        elif elsewhere:
+            self._landed = device.layer.copy(*zip(*elsewhere, strict=True))
+        if self.carriage.compressor is None:
+            return landings
+        undo = self.carriage.compressor.decompress
+        return [torch.as_tensor(undo(to, slot.context)) for slot, to in zip(slots, landings, strict=True)]
 
     def _landing(self, slot: Slot) -> torch.Tensor:
         """Returns the tensor to which results in a slot's view are copied first; the view if none is needed."""

@@ -57,6 +57,7 @@ class Checkpoint:
 
     Attributes:
         remembers: daemons keep something.
+        rescales: daemons are told of changes of learning rates, since codecs remember what is applied later.
         outlives: shards outlive the loss of a rank or a node, as of their last update; the same on all ranks.
     """
 
@@ -74,7 +75,8 @@ class Checkpoint:
         self._rates: dict[str, float] = {}  # the last one above zero, by parameter
         self._factors: dict[str, float] = {}  # of residuals, not told yet
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
-        self.remembers = self._homes or codecs.parse(self._codec).stateful
+        self.rescales = codecs.parse(self._codec).stateful
+        self.remembers = self._homes or self.rescales
         self._planned: wire.Plan | None = None  # whose homes have what was carried, or begin with a seed
         why = why_only_at_commits(options) if mirrors_updates and self._at_shards else ""
         self.outlives = mirrors_updates and self._at_shards and not why
@@ -85,9 +87,10 @@ class Checkpoint:
         """Switches to a codec; daemons keep what another one remembered."""
         if codec == self._codec:
             return
-        before, self._codec = self.remembers, codec
-        self.remembers = self._homes or codecs.parse(codec).stateful
-        if self.remembers:
+        before, self._codec = self.rescales, codec
+        self.rescales = codecs.parse(codec).stateful
+        self.remembers = self._homes or self.rescales
+        if self.rescales:
             self._resume(self._rates if before else {})
             self.begin()
 

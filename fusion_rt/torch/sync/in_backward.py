@@ -70,7 +70,7 @@ class InBackward(When):
     """
 
     sync: Synchroniser
-    eager = True
+    hears_before = eager = True
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
@@ -239,23 +239,29 @@ class InBackward(When):
         reduced as gradients are: an optimizer that decides by it (L-BFGS) has to decide the same on all ranks."""
         sync = self.sync
         sync.steps.begin()
-        if not self._skipping:
-            if closure is not None:
-                closure = partial(self._reduced_closure, optimizer, closure)
-            if closure is None or not sync.idle:
-                self.synchronize()
-        try:
-            if self._is_left_out:
-                result = None
-                self._step_left_out(optimizer)
-            else:
-                result = optimizer._step(closure)
-        except _LeftOut as left_out:  # which the closure has found
-            self._is_left_out = False
-            result = left_out.loss
+        if closure is None and self.reduced and sync.idle and not self._is_left_out:
+            result = optimizer._step()
+        else:
+            result = self._reduce_and_step(optimizer, closure)
         self.reduced, self.outcome = 0, Outcome.TAKEN
         sync.steps.end()
         return result
+
+    def _reduce_and_step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Takes a step whose gradients have not all been reduced in the backward pass, or that is to be left out."""
+        if not self._skipping:
+            if closure is not None:
+                closure = partial(self._reduced_closure, optimizer, closure)
+            if closure is None or not self.sync.idle:
+                self.synchronize()
+        if self._is_left_out:
+            self._step_left_out(optimizer)
+            return None
+        try:
+            return optimizer._step(closure)
+        except _LeftOut as left_out:  # which the closure has found
+            self._is_left_out = False
+            return left_out.loss
 
     def _step_left_out(self, optimizer: Any) -> None:
         """Takes no step."""
@@ -339,7 +345,8 @@ class InBackward(When):
         finally:
             sync.end_step()
         sync.note_waited(began)
-        sync.note_step(all_here=True)
+        if sync.replanning is not None:
+            sync.note_step(all_here=True)
 
     # --- after a loss -------------------------------------------------------------------------------------------------
 
@@ -387,7 +394,7 @@ class InBackward(When):
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         checkpoint = self.sync.checkpoint
-        if checkpoint.remembers:
+        if checkpoint.rescales:
             self._said.rescale = checkpoint.rescale(slots)
         self._said.passes = self.reduced + 1
         return self._said

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from fusion_rt import wire
+from fusion_rt.torch import ops
 from fusion_rt.torch.core import device
+from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.sync.parameters import Named
 
 
@@ -23,9 +27,11 @@ class GradientHooks(Protocol):
 
     Attributes:
         hears: autograd tells it; else somebody else hands gradients over.
+        hears_before: autograd tells it also before it adds to a gradient.
     """
 
     hears: bool
+    hears_before: bool
 
     def arriving(self, slot: Slot, gradients: Any) -> None:
         """Called when autograd is about to add to `p.grad`."""
@@ -115,7 +121,7 @@ class Slot:
         self.context: Any = None
         self.guard: Any = None
         self._taken: Callable[[], object] = _nothing  # what `take` has put into `p.grad`, as long as it lives
-        self._hooks: tuple[Any, ...] = ()
+        self._hooks: list[Any] = []
         if not owner.hears or not self.parameter.requires_grad:
             return
         self._take_over()
@@ -125,10 +131,9 @@ class Slot:
         """Has autograd tell the owner of gradients."""
         self._adds = self._node()
         arrived = owner.arrived if device.layer.is_host(self.parameter) else _arrived_on_device
-        self._hooks = (
-            self._adds.register_prehook(partial(owner.arriving, self)),
-            self.parameter.register_post_accumulate_grad_hook(partial(arrived, self)),  # type: ignore[no-untyped-call]
-        )
+        self._hooks = [self.parameter.register_post_accumulate_grad_hook(partial(arrived, self))]  # type: ignore[no-untyped-call]
+        if owner.hears_before:
+            self._hooks.append(self._adds.register_prehook(partial(owner.arriving, self)))
 
     def _node(self) -> Any:
         """Returns the node of autograd that adds to `p.grad`, which nobody else keeps alive."""
@@ -224,6 +229,35 @@ class Slot:
                 before = hook.args[0]
                 before.forget()
                 before.owner.lose(before)
+
+
+@dataclass(frozen=True)
+class SparseGradient:
+    """Reduction of a sparse gradient: every rank gets the rows of all, as in Horovod.
+
+    Attributes:
+        sparse: number of sparse dimensions.
+        name: of the operation.
+        op: how the ranks' values are combined.
+        process_set: the ranks that take part.
+    """
+
+    sparse: int
+    name: str
+    op: wire.Op
+    process_set: ProcessSet
+
+    def start(self, slot: Slot) -> Callable[[], torch.Tensor]:
+        """Submits a slot's gradient. Returns what waits for the result."""
+        gradient, like = slot.parameter.grad, slot.parameter
+        if gradient is None:
+            shape = list(like.shape)
+            indices = torch.empty((self.sparse, 0), dtype=torch.int64, device=like.device)
+            values = torch.empty([0, *shape[self.sparse :]], dtype=like.dtype, device=like.device)
+            gradient = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+        elif not gradient.is_sparse:
+            gradient = gradient.detach().to_sparse(self.sparse)
+        return ops.sparse_allreduce_async(gradient.coalesce(), name=self.name, op=self.op, process_set=self.process_set)
 
 
 def _nothing() -> None:

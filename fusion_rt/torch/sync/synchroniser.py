@@ -25,6 +25,7 @@ from fusion_rt.torch import ops
 from fusion_rt.torch.core.posting import Poster
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
+from fusion_rt.torch.node.reduction import NodeReduction
 from fusion_rt.torch.ops.digests import Digests
 from fusion_rt.torch.sync.active_plan import ActivePlan
 from fusion_rt.torch.sync.buckets import Bucket, Carriage
@@ -87,6 +88,7 @@ class Synchroniser:
         released: the optimizer is gone.
         serial: in the order in which synchronisers were made.
         marks: of the parameters that are exchanged.
+        slots: of all parameters that are exchanged.
     """
 
     def __init__(self, options: Options, trained: Trained, when: Callable[[Synchroniser], When]) -> None:
@@ -107,6 +109,7 @@ class Synchroniser:
         self.serial = next(_serial)
         self._prioritises = settings.priority
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
+        self.slots: Iterable[Slot] = ()
         self.marks: list[Mark] = []
         self._steps = self._steps_before = 0  # all, and those that ranks need not have taken together
         self._waited = self._last_waited = 0.0
@@ -122,11 +125,6 @@ class Synchroniser:
         self.watch()
 
     @property
-    def slots(self) -> Iterable[Slot]:
-        """Slots of all parameters that are exchanged."""
-        return self._slots.values()
-
-    @property
     def name(self) -> str:
         """The synchroniser's unique name, the same on all ranks."""
         return self.plan.group
@@ -136,16 +134,12 @@ class Synchroniser:
     def begin(self) -> None:
         """Begins a step, at its first gradient or, without any, its exchange; drops an outdated plan. Raises
         `ValueError` if a parameter belongs to another optimizer now."""
-        if self.lost:
-            raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
-                             "was made; a parameter can be reduced by one of them only")  # fmt: skip
         here, plan = runtime(), self.plan
-        if plan.here is not here or self.trained.has_changed(self.marks):
-            self.give_up_plan(here)
-            self.watch()
+        if self.lost or plan.here is not here or self.trained.has_changed(self.marks):
+            self._watch_anew(here)
         elif self.replanning is not None and self.replanning.due(here):
             self.give_up_plan(here)
-        if self.checkpoint.remembers:
+        if self.checkpoint.rescales:
             self.checkpoint.begin()
         if plan.node is not None and plan.made:
             plan.node.begin()
@@ -155,6 +149,14 @@ class Synchroniser:
         self.steps.first_gradient()
         self.when.stepped = False
 
+    def _watch_anew(self, here: Runtime) -> None:
+        """Drops the plan, and follows the parameters of now. Raises `ValueError` if one is another optimizer's."""
+        if self.lost:
+            raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
+                             "was made; a parameter can be reduced by one of them only")  # fmt: skip
+        self.give_up_plan(here)
+        self.watch()
+
     def advance(self, bucket: Bucket) -> None:
         """Sends a bucket that is complete, in the midst of a backward pass, which is not to be cut short: `submit`
         raises what fails here."""
@@ -163,7 +165,7 @@ class Synchroniser:
         try:
             bucket.fill()
             if self.when.eager:
-                for full in self._full(bucket):
+                for full in (bucket,) if self.plan.node is None else self._full(bucket, self.plan.node):
                     if full is not self.when.closing:
                         full.flush = _WHEN_FULL
                         self._send(full)
@@ -179,35 +181,38 @@ class Synchroniser:
             buckets: those of this step; all by default.
         """
         try:
-            if self.failure is not None:
-                raise self.failure
-            if self.when.guarded:
-                self.when.unguard()
-            if not self.plan.made:
-                self.make_plan()
+            if self.failure is not None or self.when.guarded or not self.plan.made:
+                self._prepare_to_send()
+            send = self._send if values else self._send_nothing
             for bucket in self.plan.buckets if buckets is None else buckets:
-                if bucket.sent:
-                    continue
-                if values:
-                    self._send(bucket)
-                else:
-                    with self.poster.alone:
-                        bucket.announce()
-                    bucket.sent = True
-            self.poster.finish()
+                if not bucket.sent:
+                    send(bucket)
+            if self.poster.used:
+                self.poster.finish()
         except BaseException:
             self.end_step()
             raise
+
+    def _prepare_to_send(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.when.guarded:
+            self.when.unguard()
+        if not self.plan.made:
+            self.make_plan()
 
     def receive(self, share: float = 1.0, buckets: Sequence[Bucket] | None = None) -> None:
         """Waits for all that was sent (of these buckets), and puts results, multiplied by `share`, where they belong.
         Raises `HorovodInternalError` if an exchange failed, on all ranks."""
         buckets = self.plan.buckets if buckets is None else buckets
+        in_node = self.plan.node is not None
         try:
-            self.gather(buckets)
+            if in_node:
+                self.gather(buckets)
             for bucket in buckets:
                 bucket.receive(share)
-            self.gathered()
+            if in_node:
+                self.gathered()
             self._steps += 1
         except HorovodInternalError:
             self.await_sent()
@@ -244,18 +249,23 @@ class Synchroniser:
 
     def end_step(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Ends a step (of these buckets), well or not, and resets the state for the next one."""
-        self.poster.clear()
+        if self.poster.used:
+            self.poster.clear()
         for bucket in self.plan.buckets if buckets is None else buckets:
             bucket.rewind()
         self.arrivals.clear()
         self.failure = None
-        self.when.ended()
+        if self.when.ended is not None:
+            self.when.ended()
         if self.options.compressor is not None:
-            for slot in self.slots:
-                slot.compressed = None
-                if not self.when.keeps_context:
-                    slot.context = None
+            self._forget_compressed()
         self.idle = True
+
+    def _forget_compressed(self) -> None:
+        for slot in self.slots:
+            slot.compressed = None
+            if not self.when.keeps_context:
+                slot.context = None
 
     def stepped(self, steps: int = 1) -> None:
         """Counts a step whose results are not waited for here, or (-1) one that was counted and is not taken."""
@@ -268,10 +278,10 @@ class Synchroniser:
         self._waited += elapsed
 
     def note_step(self, all_here: bool, steps: int = 1) -> None:
-        """Reports a step, or so many local ones and their exchange, to the tuner of plans, if there is one. `all_here`:
-        its gradients have come."""
-        if self.replanning is not None:
-            self.replanning.stepped(self._waited, all_here, steps)
+        """Reports a step, or so many local ones and their exchange, to the tuner of plans. `all_here`: its gradients
+        have come."""
+        assert self.replanning is not None
+        self.replanning.stepped(self._waited, all_here, steps)
 
     def _go_on(self) -> None:
         """Goes on by the algorithm that the plan names for after its last step, if this was that."""
@@ -289,8 +299,9 @@ class Synchroniser:
 
     def compare(self, ahead: int = 0) -> None:
         """Compares what all ranks have alike now, if that is due. `ahead`: exchanges that have not been applied."""
-        if self._digests is not None and self.plan.made and self._slots:
-            self._digests.note(self._steps - self._steps_before - ahead, self.name, self.when.alike)
+        exchange = self._steps - self._steps_before - ahead
+        if self._digests is not None and exchange >= self._digests.due and self.plan.made and self._slots:
+            self._digests.note(exchange, self.name, self.when.alike)
 
     def _made_digests(self, every: int) -> Digests | None:
         """Returns the comparison of what ranks have alike; None if it is not asked for, or they never have."""
@@ -321,16 +332,21 @@ class Synchroniser:
     def _send(self, bucket: Bucket) -> None:
         if self.replanning is not None:
             self.replanning.sent()
-        self.when.sending(bucket)
+        if self.when.sending is not None:
+            self.when.sending(bucket)
         with self.poster.alone:
             bucket.send()
             if bucket.copying is not None and not bucket.post(wait=False):
                 self.poster.add(bucket)
 
-    def _full(self, bucket: Bucket) -> Iterable[Bucket]:
+    def _send_nothing(self, bucket: Bucket) -> None:
+        with self.poster.alone:
+            bucket.announce()
+        bucket.sent = True
+
+    def _full(self, bucket: Bucket, node: NodeReduction) -> Iterable[Bucket]:
         """Returns the buckets to send now that this one is full; those combined in the node in the plan's order."""
-        node = self.plan.node
-        if node is None or not node.reduces or bucket.rows is not None:
+        if not node.reduces or bucket.rows is not None:
             return (bucket,)
         unsent = (one for one in self.plan.buckets if one.rows is None and not one.sent)
         return list(itertools.takewhile(lambda one: not one.missing, unsent))
@@ -342,6 +358,7 @@ class Synchroniser:
         if self._slots:
             self.when.watched()
         known, self._slots = self._slots, {}
+        self.slots = self._slots.values()
         for named in self.trained.named():
             slot = known.pop(id(named.parameter), None)
             if slot is not None:
@@ -404,6 +421,8 @@ class Synchroniser:
     def count_anew(self) -> None:
         """Counts exchanges from here on, where all ranks are: at the beginning of a membership, or after a join."""
         self._steps_before = self._steps
+        if self._digests is not None:
+            self._digests.count_anew()
 
     def enter(self, here: Runtime) -> None:
         """Moves to a membership, and drops the plan if that is another one."""

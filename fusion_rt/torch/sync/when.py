@@ -59,7 +59,10 @@ class When:
         sync: the synchroniser (`synchroniser.py`, which imports this), which asks this one.
 
     Attributes:
-        hears: autograd tells it of gradients; see `slots.GradientHooks`.
+        zeroed: called when the script resets its gradients.
+        sending: called before a bucket is sent.
+        ended: called when a step has ended, well or not.
+        hears, hears_before: autograd tells it of gradients; see `slots.GradientHooks`.
         eager: buckets are sent as soon as they are complete.
         own_gradients: `p.grad` is this rank's own until `step()`, so that a `GradScaler` has to call that in any case.
         may_be_late: updates can be applied one step late.
@@ -78,8 +81,13 @@ class When:
         backward: a reference to the backward pass that runs, or has failed; else None.
     """
 
+    # Called only where a strategy has them: in each step there is nothing to do for the others.
+    zeroed: Callable[[], None] | None = None
+    sending: Callable[[Bucket], None] | None = None
+    ended: Callable[[], None] | None = None
+
     hears = True
-    eager = own_gradients = may_be_late = keeps_context = local = delays = survives = False
+    hears_before = eager = own_gradients = may_be_late = keeps_context = local = delays = survives = False
     outcome = Outcome.TAKEN
 
     def __init__(self, sync: Any, passes: int) -> None:
@@ -133,9 +141,6 @@ class When:
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """A context in which `step()` does not synchronise, where it would."""
         return contextlib.nullcontext()
-
-    def zeroed(self) -> None:
-        """Called when the script resets its gradients."""
 
     def discard(self) -> None:
         """Forgets what has arrived since the last exchange, and what is under way."""
@@ -231,7 +236,7 @@ class When:
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         """Returns the terms that are sent with a bucket of these slots."""
         checkpoint = self.sync.checkpoint
-        return terms(checkpoint.rescale(slots) if checkpoint.remembers else ())
+        return terms(checkpoint.rescale(slots) if checkpoint.rescales else ())
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
         """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of
@@ -241,14 +246,8 @@ class When:
     def unguard(self) -> None:
         """Puts this rank's gradients back where guards are, before the unsent rest of this step is sent."""
 
-    def sending(self, bucket: Bucket) -> None:
-        """Called before a bucket is sent."""
-
     def await_flights(self) -> None:
         """Waits until nothing of earlier steps is being reduced."""
-
-    def ended(self) -> None:
-        """Called when a step has ended, well or not."""
 
     def plan_given_up(self, anew: bool) -> None:
         """Called before the plan is dropped. `anew`: because the membership has changed."""

@@ -94,7 +94,9 @@ class Wrapped(torch.optim.Optimizer):
             AssertionError: gradients are being reduced.
             HorovodInternalError: the job has failed.
         """
-        self._sync.when.zeroed()
+        zeroed = self._sync.when.zeroed
+        if zeroed is not None:
+            zeroed()
         super().zero_grad(set_to_none)
 
     def reseed(self) -> None:
@@ -208,14 +210,17 @@ class Wrapped(torch.optim.Optimizer):
         has left that to the optimizer."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
-            inverse = scale.double().reciprocal().float()
-            for group in self.__dict__["param_groups"]:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(inverse.to(parameter.grad.device))
+            self._unscale(scale)
         if found is not None:
             self.grad_scale = self.found_inf = None  # the script's optimizer has nothing to do with them
         return bool(found)
+
+    def _unscale(self, scale: torch.Tensor) -> None:
+        inverse = scale.double().reciprocal().float()
+        for group in self.__dict__["param_groups"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
 
 
 def wrap(

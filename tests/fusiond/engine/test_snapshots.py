@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -174,7 +174,7 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
     pool = KernelPool(loop, 1)
     files = FileWork(loop)
     effects = DaemonEffects(loop, None, cast(StackReader, None), {}, files, lambda: None)
-    effects.pool = pool
+    effects.begin(cast(Any, None), pool)
     ended: list[str] = []
 
     def ends(what: str) -> Callable[[BaseException | None], None]:

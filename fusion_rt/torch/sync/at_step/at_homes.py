@@ -12,12 +12,11 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.torch.core.runtime import runtime
-from fusion_rt.torch.sync.at_step.at_step import AtStep
+from fusion_rt.torch.sync.at_step.at_step import AtStep, not_finite
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
-from fusion_rt.torch.sync.weights import not_finite
 from fusion_rt.torch.sync.when import Closure, Outcome
 
 
@@ -49,11 +48,7 @@ class AtHomes(AtStep):
         overflowed = optimizer._overflowed()
         if not overflowed and (name := not_finite(sync.slots)):
             overflowed = True
-            warnings.warn(
-                f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this "
-                f"step of {self._algorithm}",
-                stacklevel=5,
-            )
+            self._warn_of(name)
         if exchanges.survive is None:
             self._exchange_now(not overflowed)
         else:
@@ -62,6 +57,14 @@ class AtHomes(AtStep):
         optimizer._note_step()
         sync.steps.end()
         return loss
+
+    def _warn_of(self, name: str) -> None:
+        """Warns of a parameter whose gradient is not finite."""
+        warnings.warn(
+            f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this step of "
+            f"{self._algorithm}",
+            stacklevel=6,
+        )
 
     def _exchange_now(self, values: bool, pieces: Sequence[int] = (0,)) -> None:
         super()._exchange_now(values, pieces)
@@ -115,6 +118,6 @@ class AtHomes(AtStep):
         self.sync.trained.optimizer().state.clear()
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
-        if self._said.kind == "post":
+        if self._said.kind == "post" and self.sync.checkpoint.rescales:
             self._said.rescale = self.sync.checkpoint.rescale(slots)
         return self._said

@@ -46,7 +46,7 @@ class LocalSteps(AtStep):
         self._follow()
         if self._agreed and sync.options.applied.outer and sync.is_of(runtime()) and self._weights.changed():
             self._anchor(anew=True)  # set where all ranks have the same, and so alike on all of them
-        else:
+        elif algorithm.remembers_weights:
             self._check_weights()
         self._anchor()
         overflowed = optimizer._overflowed()
@@ -58,12 +58,14 @@ class LocalSteps(AtStep):
         self._agreed = bool(due) and algorithm.agrees
         if due and not algorithm.overlaps:
             exchanges.run([self], partial(self._exchange_now, True, due))
-            sync.note_step(all_here=False, steps=algorithm.period)
+            if sync.replanning is not None:
+                sync.note_step(all_here=False, steps=algorithm.period)
         elif self.survives:  # in each step, since all ranks have to count alike
             exchanges.run([self], partial(self._go_on, due))
         else:
             self._go_on(due)
-        self.note_weights()
+        if algorithm.remembers_weights:
+            self.note_weights()
         sync.steps.end()
         return loss
 
@@ -126,7 +128,8 @@ class LocalSteps(AtStep):
         return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(flight.contributors))
 
     def drain(self) -> None:
-        self._forget_left()
+        if self._flights:
+            self._forget_left()
         if self._flights:
             self._check_weights()
             self._collect()

@@ -125,7 +125,8 @@ class Later(InBackward):
             exchanges.end(exchange)
         self.stepped = True
         sync.note_waited(began)
-        sync.note_step(all_here=False)
+        if sync.replanning is not None:
+            sync.note_step(all_here=False)
         update = Update(optimizer)
         taken = {id(parameter) for flight in flights for parameter in flight.parameters}
         self._last = flights[-1] if flights else None
