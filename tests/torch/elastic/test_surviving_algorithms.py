@@ -255,6 +255,7 @@ def lose_at(worker: Worker, point: str, kind: str, sync: Synchroniser) -> None:
         sync.await_results()
         sync.await_sent()
         worker.say([] if sync.when.local else list(SHAPES))
+        worker.listen()  # until others that are to have theirs have them
         die()
 
     if point == "before it posts":
@@ -381,11 +382,15 @@ class Turns:
         self.contribute(host + together, names, is_answered=point != "when it has the answers")
         are_answered = len(names) == len(SHAPES)
         waiting = "" if self.is_local or are_answered else together
+        if are_answered:
+            self.go_on(together)
+        if point == "when it has the answers":
+            self.hand(host).tell("die")
         if kind == "host":
             self.job.kill_daemon(host)
             self.job.kill(self.hand(host))
-        if not waiting:
-            assert all(self.job.report(self.hand(other)) is True for other in together)
+        if self.is_local and not are_answered:
+            self.go_on(together)
         for hand in self.job.living():
             if hand.host not in host + waiting:
                 hand.tell("after the loss")
@@ -395,6 +400,10 @@ class Turns:
         for shard in self.shards.values():
             shard.lost(len(self.job.hands))
         self.plan()
+
+    def go_on(self, hosts: str) -> None:
+        """Waits until the step of these hosts has counted."""
+        assert all(self.job.report(self.hand(host)) is True for host in hosts)
 
     def residuals(self, host: str) -> dict[str, Array]:
         """Returns what the codecs of a host have not sent, by tensor."""
