@@ -15,8 +15,9 @@ from benchmarks.netlab import Netlab
 from tests.faults import soak_faults, soak_flat, soak_losses, survivor
 from tests.faults.soak_faults import Fault
 from tests.faults.soak_job import SoakError
+from tests.faults.soak_ledger import SLOTS, WorkerState
 from tests.faults.soak_losses import Loss, NothingToLose
-from tests.faults.soak_survival import SLOTS, ElasticJob, WorkerState
+from tests.faults.soak_survival import ElasticJob
 
 HOSTS = len(SLOTS)
 BETWEEN = (0, 3)  # faults without a loss between two losses

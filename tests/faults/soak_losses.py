@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tests.faults import nemesis
-from tests.faults.soak_survival import WHOLE_S, ElasticJob, Running, WorkerState
+from tests.faults.soak_ledger import WorkerState
+from tests.faults.soak_survival import WHOLE_S, ElasticJob, Running
 
 GIVE_S = (0.0, 0.03)  # in which the state is given to a newcomer
 LINGERS_S = 2.0  # at most, for which a fault lasts longer than until others have gone on

@@ -18,7 +18,7 @@ from tests.faults.jobs import Array, total
 from tests.faults.soak import FLAT, FLAT_FOR_LONG, Soak, write
 from tests.faults.soak_faults import Blow
 from tests.faults.soak_job import RankState, SoakJob
-from tests.faults.soak_survival import SIZE, Ledger
+from tests.faults.soak_ledger import SIZE, Ledger
 from tests.faults.soak_worker import MODEL, count_of, reference, updated
 
 ROOT = Path(__file__).resolve().parents[2]

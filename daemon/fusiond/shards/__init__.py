@@ -4,9 +4,8 @@ homes anywhere. No I/O.
 A contribution goes from the worker's arena to its home (encoded, where that is on another node), is taken in by the
 algorithm, and is answered into the arena:
 
-    push_pull.py       contributions of local workers, which wait for answers; meters of their staleness
-    messages.py        messages to homes and back: codecs, pieces, and the way to other nodes, which all others share
-    reassembly.py      pieces from peers, checked, and put together
+    push_pull.py       contributions of local workers, which wait for answers
+    reassembly.py      pieces from peers, checked, and put together to messages (messages.py, which has their codecs)
     server.py          the homes here, and the threads that work on them; hosted_home.py: one home and its queue
     actions.py         the steps of an algorithm, carried out: answers, messages, refusals
     timeouts.py        contributions that have waited too long
@@ -15,7 +14,7 @@ algorithm, and is answered into the arena:
     kept_shards.py     both, from one formation to the next
     occupied.py        ranks that wait in other operations, for which homes do not wait
 
-`service.py` joins them.
+`service.py` joins them. They share `node.py`: this node and its way to the others; `staleness.py`: the meters.
 """
 
 from fusiond.shards.kept_shards import KeptShards

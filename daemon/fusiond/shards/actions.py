@@ -16,7 +16,8 @@ from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import Address, MessageCodecs, ThisNode, pack, unpack
+from fusiond.shards.messages import MessageCodecs, pack, unpack
+from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.push_pull import PushPullClients
 
 

@@ -29,7 +29,7 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.shards.history import ToMirror, state_of
 from fusiond.shards.hosted_home import begin
-from fusiond.shards.messages import ThisNode
+from fusiond.shards.node import ThisNode
 
 _MAX_EARLY = 1024  # messages of a shard that may come before others
 

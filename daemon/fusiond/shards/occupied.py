@@ -21,7 +21,7 @@ from fusion_rt import wire
 from fusiond.buckets.plans import PlanState
 from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import ThisNode
+from fusiond.shards.node import ThisNode
 from fusiond.shards.push_pull import PushPullClients
 from fusiond.shards.server import HomeServer
 

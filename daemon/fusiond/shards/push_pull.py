@@ -1,9 +1,7 @@
-"""The contributions that local workers push to homes anywhere, the answers that they pull from them, and meters of how
-stale contributions have been."""
+"""The contributions that local workers push to homes anywhere, and the answers that they pull from them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,69 +14,9 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
-from fusiond.shards.messages import Address, MessageCodecs, ThisNode, pack, unpack
-
-_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
-
-
-class Histogram:
-    """Counts of whole numbers from 0 on; from 5 on in classes, named by their largest number, which beyond 4096 is a
-    power of two."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._total = 0
-        self._sum = 0
-        self._largest = 0
-
-    def note(self, value: int) -> None:
-        largest = next((bound for bound in _BOUNDS if value <= bound), 1 << (value - 1).bit_length())
-        self._counts[largest] += 1
-        self._total += 1
-        self._sum += value
-        self._largest = max(self._largest, value)
-
-    @property
-    def count(self) -> int:
-        """The number of numbers noted."""
-        return self._total
-
-    @property
-    def mean(self) -> float:
-        """The mean of the numbers; 0 where there are none."""
-        return self._sum / self._total if self._total else 0.0
-
-    def statistics(self) -> dict[str, object]:
-        """`count`, `mean`, `max`, and the `histogram`: how many up to each number, and above the one before."""
-        counts = {str(bound): self._counts[bound] for bound in sorted(self._counts)}
-        return {"count": self._total, "mean": round(self.mean, 4), "max": self._largest, "histogram": counts}
-
-
-class Meters:
-    """The staleness of the contributions of one node's workers.
-
-    `version_lag`: updates that the home has seen since the worker last heard from it; `clock_gap`: clocks that the
-    worker was ahead of the slowest; `age_ms`: how long a contribution lay at its home before it was read.
-    """
-
-    def __init__(self) -> None:
-        self.version_lag = Histogram()
-        self.clock_gap = Histogram()
-        self.age_ms = Histogram()
-
-    def note(self, version_lag: int = 0, clock_gap: int = 0, age_ms: int = 0) -> None:
-        """One contribution has been answered."""
-        self.version_lag.note(version_lag)
-        self.clock_gap.note(clock_gap)
-        self.age_ms.note(age_ms)
-
-    def statistics(self) -> dict[str, object]:
-        """Returns the statistics of each histogram, by its name."""
-        return {
-            "version_lag": self.version_lag.statistics(),
-            "clock_gap": self.clock_gap.statistics(),
-            "age_ms": self.age_ms.statistics(),
-        }
+from fusiond.shards.messages import MessageCodecs, pack, unpack
+from fusiond.shards.node import Address, ThisNode
+from fusiond.shards.staleness import Meters
 
 
 @dataclass(slots=True)

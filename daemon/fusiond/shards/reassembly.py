@@ -15,8 +15,9 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.core.assembly import BytesInPieces
-from fusiond.shards.messages import MessageCodecs, ThisNode
+from fusiond.shards.messages import MessageCodecs
 from fusiond.shards.mirrors import mirror_of
+from fusiond.shards.node import ThisNode
 
 _CODED = ("post", "ask", "answer", "mix", "mean")  # kinds of messages that a codec may have encoded
 _MAX_EARLY = 4096  # pieces that may come before their plan

@@ -26,8 +26,9 @@ from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.actions import Actions
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import Address, MessageCodecs, ThisNode, unpack
+from fusiond.shards.messages import MessageCodecs, unpack
 from fusiond.shards.mirrors import mirror_of
+from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
 
 

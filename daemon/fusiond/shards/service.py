@@ -16,12 +16,14 @@ from fusiond.operations.context import Context
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
 from fusiond.shards.kept_shards import KeptPlan, KeptShards
-from fusiond.shards.messages import MessageCodecs, ThisNode
+from fusiond.shards.messages import MessageCodecs
 from fusiond.shards.mirrors import Mirrors
+from fusiond.shards.node import ThisNode
 from fusiond.shards.occupied import Occupied, Operations
-from fusiond.shards.push_pull import Meters, PushPullClients
+from fusiond.shards.push_pull import PushPullClients
 from fusiond.shards.reassembly import Reassembly
 from fusiond.shards.server import HomeServer
+from fusiond.shards.staleness import Meters
 from fusiond.shards.timeouts import Waits
 
 

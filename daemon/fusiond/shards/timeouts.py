@@ -5,7 +5,7 @@ from __future__ import annotations
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import PlanState
-from fusiond.shards.messages import ThisNode
+from fusiond.shards.node import ThisNode
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
 from fusiond.shards.server import HomeServer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusiond.shards.push_pull import Histogram, Meters
+from fusiond.shards.staleness import Histogram, Meters
 
 
 def test_small_numbers_are_counted_each_and_large_ones_in_classes() -> None:

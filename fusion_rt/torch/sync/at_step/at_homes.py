@@ -12,11 +12,12 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.torch.core.runtime import runtime
-from fusion_rt.torch.sync.at_step.at_step import AtStep, not_finite
+from fusion_rt.torch.sync.at_step.at_step import AtStep
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.weights import not_finite
 from fusion_rt.torch.sync.when import Closure, Outcome
 
 
