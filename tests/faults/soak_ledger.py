@@ -20,7 +20,7 @@ SIZE = sum(SLOTS)
 
 @dataclass
 class WorkerState:
-    """What a worker has told.
+    """Describes a worker by its own notes.
 
     Attributes:
         place: host and slot.

@@ -174,7 +174,7 @@ def test_a_result_with_problems_is_not_written_where_results_are(tmp_path: Path)
 
 
 def note(what: str, epoch: int, step: int, **values: Any) -> dict[str, Any]:
-    """What a worker tells; the digest is of the steps and their sizes so far."""
+    """Returns a note of a worker."""
     return {"what": what, "pid": 7, "place": "a.0", "epoch": epoch, "step": step, "counts": True, "wrong": "", **values}
 
 
@@ -190,7 +190,7 @@ BEGINNING = [note("synced", 1, 0, digest="0"), *(note("step", 1, n, size=SIZE, d
 
 
 def the_end(size_of_last: int = SIZE, wrong: int = 0) -> list[dict[str, Any]]:
-    """What all workers tell in the end, after three steps of all and one of `size_of_last`."""
+    """Returns the last notes of all workers, after three steps of all and one of `size_of_last`."""
     sums = sum(total(range(SIZE), step, 1009) for step in range(3)) + total(range(size_of_last), 3, 1009)
     return [note("ends", 3, 4, sums=(sums + wrong).tolist(), periodic=True, digest="4")] * SIZE
 

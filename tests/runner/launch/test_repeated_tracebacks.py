@@ -23,7 +23,7 @@ def lines_of(text: str) -> list[bytes]:
 
 
 def shown(tracebacks: RepeatedTracebacks, rank: int, text: str) -> str:
-    """What is printed of a text that comes line by line."""
+    """Returns the lines that are printed of a text that comes line by line."""
     return b"".join(out for line in lines_of(text) for out in tracebacks.take(rank, [line])).decode() + rest(tracebacks)
 
 
@@ -32,7 +32,7 @@ def rest(tracebacks: RepeatedTracebacks) -> str:
 
 
 def printed(error: BaseException) -> str:
-    """What Python prints when a script ends with this error."""
+    """Returns the traceback that Python prints when a script ends with this error."""
     out = io.StringIO()
     try:
         raise error
