@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch.sync.at_step.at_step import Weights, not_finite
 from fusion_rt.torch.sync.parameters import optimizer_spec
+from fusion_rt.torch.sync.weights import Weights, not_finite
 from tests.harness import Job, on_ranks
 from tests.torch.training import assert_equal_on_all_ranks, assert_same, batch_of, loss_of, make_model
 
