@@ -150,7 +150,6 @@ class Epochs:
             self._workers.note_started(host)
             if self._workers.is_up:
                 self._hosts.settle()
-            if self._workers.is_up and not self._start.is_over:
                 self._start.is_over = True
                 self._look()
 
@@ -396,9 +395,10 @@ class Epochs:
             self._control.recruit(self.number, place, recruits.places)
 
     def _tell_changes(self) -> None:
-        """Tells the workers if the next epoch would have other places than this one."""
+        """Tells the workers if the next epoch would have other places than this one. Before all of them have their
+        places in this one, they would take it for older news, and forget it."""
         workers, now = self._workers, self._clock()
-        if not self._is_running or not workers.is_whole or workers.places is None or not self._start.is_over:
+        if not self._is_running or not workers.is_whole or workers.places is None or not workers.is_up:
             return
         met = self._hosts.present.items()
         if any(not self._hosts.listens(name) and now < host.since + _MEET_S for name, host in met):

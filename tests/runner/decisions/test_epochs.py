@@ -739,6 +739,22 @@ def test_new_hosts_are_met_before_anybody_is_told() -> None:
     assert world.calls[3:] == [("change", True, False)]
 
 
+def test_who_comes_while_an_epoch_comes_up_is_news_when_it_is_up() -> None:
+    world = World("a:1,b:1,c:1")
+    world.up()
+    world.crash("c")
+    world.ask()
+    assert world.running == {("a", 0), ("b", 0)}
+    world.calls.clear()
+    world.listen("c")
+    world.wait(1)
+    assert world.calls == [], "workers that wait for their places forget what they hear"
+    world.start_up()
+    assert world.calls == [("change", True, False)]
+    world.ask(error="")
+    assert world.running == {("a", 0), ("b", 0), ("c", 0)}
+
+
 def test_hosts_that_go_are_news_when_the_new_ones_are_ready_to_begin() -> None:
     world = World("a:1,b:1")
     world.up()
