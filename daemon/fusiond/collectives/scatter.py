@@ -14,6 +14,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
+from fusion_rt.kernels.ordinary import Operand, Remote
 from fusiond.collectives.base import (
     Array,
     Exchange,
@@ -23,6 +24,7 @@ from fusiond.collectives.base import (
     Port,
     Reducer,
     chunk_starts,
+    local_jobs,
     of_partials,
     shared_jobs,
 )
@@ -47,7 +49,7 @@ class ReduceScatter(Exchange):
         port: Port,
         reducer: Reducer,
         codec: BucketCodec,
-        sources: Sequence[Array],
+        sources: Sequence[Operand],
         places: Sequence[Array | None],
         ranges: Sequence[tuple[int, int]],
         homes: Sequence[int],
@@ -70,10 +72,21 @@ class ReduceScatter(Exchange):
         self._once = Once(chunks * (port.nodes - 1))
 
     def jobs(self, threads: int) -> Sequence[Job]:
-        if self.port.nodes > 1 or any(place is None for place in self._places):
-            return [self._reduce_local]
+        if self.port.nodes > 1:
+            return self._local_jobs(threads)
+        if any(place is None for place in self._places):
+            return [self._reduce_all]
         self._allocate()
         return shared_jobs(self._whole(), threads)
+
+    def _local_jobs(self, threads: int) -> Sequence[Job]:
+        """Returns jobs that leave this node's part in `_mine`."""
+        first, reducer = self._sources[0], self._reducer
+        if len(self._sources) == 1 and not isinstance(first, Remote) and reducer.prescale == 1 and not reducer.widens:
+            self._mine = first
+        else:
+            self._mine = np.empty(len(first), reducer.partial.storage)
+        return local_jobs(reducer, self._sources, self._mine, threads)
 
     def _allocate(self) -> None:
         itemsize = self._reducer.dtype.itemsize
@@ -97,22 +110,17 @@ class ReduceScatter(Exchange):
         itemsize = self._reducer.dtype.itemsize
         return [(work(self._ranges[m][0], out), len(out), itemsize) for m, out in self._outputs.items()]
 
-    def _reduce_local(self) -> None:
+    def _reduce_all(self) -> None:
         self._allocate()
-        if self.port.nodes == 1:
-            for work, length, _ in self._whole():
-                work(0, length)
-        elif len(self._sources) == 1 and self._reducer.prescale == 1.0 and not self._reducer.widens:
-            self._mine = self._sources[0]
-        else:
-            self._mine = np.empty(len(self._sources[0]), self._reducer.partial.storage)
-            self._reducer.local(self._sources, self._mine)
+        for work, length, _ in self._whole():
+            work(0, length)
 
     def start(self) -> None:
         nodes, here = self.port.nodes, self.port.position
         if nodes == 1:
             self.port.finish()
             return
+        self._allocate()
         for member in sorted(range(len(self._ranges)), key=lambda m: ((self._homes[m] - here) % nodes, m)):
             for start in self._starts(member):
                 if self._homes[member] == here:

@@ -105,11 +105,12 @@ class Executor:
             self._reduce(operation, self._all_reduce, recipe.reducer, codec, recipe.parts)
             return
         local = local_parts(operation) or [nothing(recipe.reducer, recipe.layout.elements)]
+        reduces = recipe.signature.kind in ("reducescatter", "reduce")
         if not operation.is_here and len(operation.members.nodes) > 1:
             root = operation.members.set.ranks.index(recipe.signature.root) if operation.kind == "broadcast" else None
-            local = self._stage(operation).parts(local, root)
+            combines = reduces and not recipe.reducer.widens
+            local = self._stage(operation).parts(local, root, combines)
         outputs, operation.shared = outputs_of(local)
-        reduces = recipe.signature.kind in ("reducescatter", "reduce")
         compiles = self._kernels_for(recipe.reducer, recipe.layout.elements) if reduces else None
         port = self._open(operation)
         operation.exchange = collective_exchange(port, recipe, self._topology, local, outputs, rows, splits)

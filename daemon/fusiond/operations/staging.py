@@ -85,19 +85,19 @@ class Staging:
         self.reads.append(partial(ordinary.copy, operand, [array]))
         return array
 
-    def parts(self, local: Sequence[Contribution], root: int | None) -> list[Contribution]:
+    def parts(self, local: Sequence[Contribution], root: int | None, combines: bool) -> list[Contribution]:
         """Returns the parts of the local members of an operation that is no all-reduce, in this process.
 
         Args:
             root: of a broadcast: the position of the member whose elements all get; None: of anything else.
+            combines: the exchange's jobs combine the elements as they read them, wherever these are.
         """
         if root is not None:
             return self._parts_of_broadcast(local, root)
         staged = []
         for part in local:
-            values: Operand = part.values
             place: Operand | None = part.place
-            array = self.source(values)
+            array = part.values if combines else self.source(part.values)
             target = part.place
             if isinstance(place, Remote):
                 target = self.array(place.size, place.dtype)

@@ -70,7 +70,8 @@ def run(
         wire.Signature("allreduce", "float32", (100_000,), "sum"),
         wire.Signature("broadcast", "int64", (5000,), root=1),
         wire.Signature("allgather", "float32", (500, 3)),
-        wire.Signature("reducescatter", "float32", (60, 50), "average"),
+        wire.Signature("reducescatter", "float32", (60, 50), "average", 0.5),
+        wire.Signature("reducescatter", "int32", (60, 50), "average"),
         wire.Signature("alltoall", "float32", (60, 50)),
     ],
     ids=lambda signature: f"{signature.kind}-{signature.dtype}-{signature.op}-{signature.codec[:4]}",
@@ -109,7 +110,7 @@ def test_results_of_groups_go_to_other_addresses(layout: list[int], by_address: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather"])
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather", "reducescatter"])
 def test_a_wrong_address_fails_the_operation_on_all_ranks_and_nothing_else(layout: list[int], kind: wire.Kind) -> None:
     job = SimulatedJob(layout, by_address=EVERYBODY)
     signature = wire.Signature(kind, "float32", (5000,), root=1 if kind == "broadcast" else 0)
