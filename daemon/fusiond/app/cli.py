@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -215,6 +214,7 @@ def _serve(config: bootstrap.DaemonConfig, stdin_start: bytes, as_json: bool) ->
     """Runs a daemon in this process until its job is over, and exits."""
     from fusiond.app.daemon import Daemon
     from fusiond.app.status import configure_logging
+    from fusiond.host import log_writer
 
     try:
         settings = Settings.from_env()
@@ -229,8 +229,7 @@ def _serve(config: bootstrap.DaemonConfig, stdin_start: bytes, as_json: bool) ->
     try:
         code = daemon.run()
     except FusionError as error:
-        for handler in logging.getLogger().handlers:
-            handler.flush()  # the reason comes last
+        log_writer.flush()  # the reason comes last
         typer.echo(f"fusiond: {error}", err=True)
         code = 1
     sys.exit(code)

@@ -15,6 +15,12 @@ from collections import deque
 _FLUSH_S = 1.0  # seconds that the end of the process waits for the reader
 
 
+def flush() -> None:
+    """Waits until all that was logged in this process is written, or for a second."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 class LogWriter(logging.Handler):
     """Writes each record as a line. Lines for which there is no room are dropped; a later line gives their number.
 

@@ -15,7 +15,7 @@ from fusion_rt.host import bootstrap
 from fusion_rt.host.private_files import is_at
 from fusion_rt.host.stacks import STACK_SIGNAL
 from fusion_rt.local.daemons import OWN_STACKS
-from fusiond.host import leftovers
+from fusiond.host import leftovers, log_writer
 
 _BACKLOG = 256
 _CLEANING = 5.0  # seconds that it may take a daemon to end, or to remove the files of a dead one
@@ -76,6 +76,7 @@ class Directory:
     def release(self) -> None:
         """Removes the daemon's files; a log that is not empty stays, for `fusiond logs`."""
         log = os.path.join(self._path, "log")
+        log_writer.flush()  # else a log whose first line waits to be written would be taken for an empty one
         if os.path.exists(log) and os.path.getsize(log) == 0:
             os.unlink(log)
         with suppress(FileNotFoundError):
