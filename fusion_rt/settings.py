@@ -425,9 +425,12 @@ OF_LAUNCHER = (
          "and its replacement count as one.",
          COUNT, 100, flags=("--reset-limit",), least=0),
     Knob("restart_workers", ELASTIC, "Treatment of a failed worker's slot: on-failure starts another worker in it "
-         "while the others train on (at once, then after 1, 2 and 4 s; the slot is abandoned when five in a row "
-         "have not trained for 60 s); never leaves the host out, as Horovod does.",
+         "while the others train on (at once, then after 1, 2, 4 s and so on, up to a minute); never leaves the host "
+         "out, as Horovod does.",
          default="on-failure", flags=("--restart-workers",), choices=("on-failure", "never")),
+    Knob("restart_limit", ELASTIC, "Number of workers that may fail in a slot in a row, none after 60 s of training, "
+         "until the slot is abandoned.",
+         COUNT, 5, flags=("--restart-limit",), least=1),
     Knob("newcomer_timeout", ELASTIC, "Time limit for a worker that starts while others train to reach the training "
          "function. A slower one is killed, and counts as failed.",
          SECONDS, 600.0, flags=("--newcomer-timeout",), least=0.001),

@@ -37,8 +37,8 @@ TIMES = {
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12s",
     "FUSION_TRACE_BUFFER": "2MiB",  # rings that are full before the warm-up ends
 }
-# The launcher gives a slot up in which five workers fail in a row, each less than a minute after it got its place; it
-# has a place again some seconds after a loss.
+# The launcher waits longer each time for a slot in which workers fail in a row, each less than a minute after it got
+# its place; it has a place again some seconds after a loss.
 FAILURES, STEADY_S = 5, 90.0
 
 
@@ -103,7 +103,7 @@ class ElasticJob:
         slots = ",".join(f"{host.name}:{count}" for host, count in zip(self._hosts, SLOTS, strict=True))
         command = [sys.executable, "-m", "fusion_rt.runner", "-np", str(SIZE), "--min-np", "1", "-H", slots]
         command += ["--rsh-agent", lab.agent, "--network-interface", "eth0", "--blacklist-cooldown-range", "1", "2"]
-        command += ["--reset-limit", "100000"]
+        command += ["--reset-limit", "100000", "--restart-limit", "100000"]
         command += [*forks.interpreter(forks.WORKER), "-m", "tests.faults.survivor", str(self._folder), str(PAUSE_S)]
         paths = [ROOT / "tests" / "faults" / "hangable_daemon", ROOT, ROOT / "daemon"]
         environment = {
@@ -186,7 +186,7 @@ class ElasticJob:
         return next(host.index for host in self._hosts if host.name == name)
 
     def can_fail(self) -> list[WorkerState]:
-        """Returns the workers that may be lost, and whose slot would not be given up for it."""
+        """Returns the workers that may be lost, and whose slot would not be closed for long."""
         return [
             one
             for one in self.present()
@@ -194,7 +194,7 @@ class ElasticJob:
         ]
 
     def hosts_that_can_fail(self) -> list[int]:
-        """Returns the hosts that may be lost, and whose slots would not be given up for it."""
+        """Returns the hosts that may be lost, and whose slots would not be closed for long."""
         there = self.present()
         few = {self.host_of(one) for one in there if not self._has_chances(one)}
         return [host for host in range(self.nodes) if host not in few and host != self.spared]

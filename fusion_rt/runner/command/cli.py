@@ -161,6 +161,7 @@ def _elastic(
         start=settings.start_timeout,
         probe=settings.heartbeat_timeout,
         restarts=choices["restart_workers"] == "on-failure",
+        failures=choices["restart_limit"],
         begin=choices["newcomer_timeout"],
     )
     return ElasticPlan(limits, _cooldown(choices["blacklist_cooldown_range"]), script)

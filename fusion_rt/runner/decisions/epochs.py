@@ -56,7 +56,7 @@ class Epochs:
         self._over = False
         self.due = clock()
         self._hosts = HostStates(limits, control, clock)
-        self._newcomers = Newcomers(clock)
+        self._newcomers = Newcomers(clock, limits.failures)
         self._crashes: Counter[str] = Counter()
         self._resets = 0  # changes that count for the limit
         self._filled: set[Place] = set()  # in any epoch

@@ -20,6 +20,7 @@ class Limits:
         probe: seconds in which an agent has to say that it is there, when others have lost somebody.
         probe_missed: the same when its own host is what they have lost.
         restarts: a worker that fails is replaced; if not, its host is left out.
+        failures: workers that may fail in a slot in a row, none after a minute of training, until it is abandoned.
     """
 
     wanted: int
@@ -32,4 +33,5 @@ class Limits:
     probe: float = 10.0
     probe_missed: float = 1.0
     restarts: bool = True
+    failures: int = 5
     begin: float = 600.0

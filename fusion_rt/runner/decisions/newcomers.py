@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fusion_rt.core.wording import counted
 from fusion_rt.runner.decisions.outcome import Failure, in_short
 from fusion_rt.runner.decisions.places import Place
 
 STEADY_S = 60.0  # seconds in an epoch after which a worker that fails does not count as one that fails at once
-_FAILURES = 5  # in a row, none after that time, after which a slot is given up
-_BACK_OFF_S = 1.0  # seconds before the third worker of a slot; before each later one twice as long
+_BACK_OFF_S = 1.0  # seconds before the third worker of a slot; before each later one twice as long,
+_BACK_OFF_MOST_S = 60.0  # but no longer than this
 
 
 @dataclass
@@ -55,10 +56,12 @@ class Newcomers:
 
     Args:
         clock: seconds from any moment on.
+        failures: workers of a slot in a row, none after `STEADY_S` in an epoch, after which it is given up.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], failures: int) -> None:
         self._clock = clock
+        self._failures = failures
         self._slots: dict[Place, _Slot] = {}
         self.present: dict[Place, Newcomer] = {}
 
@@ -133,14 +136,15 @@ class Newcomers:
         self.present.pop(place, None)
         now, slot = self._clock(), self._slots.setdefault(place, _Slot())
         slot.failures = slot.failures + 1 if now < slot.since + STEADY_S else 1
-        if slot.failures >= _FAILURES:
+        if slot.failures >= self._failures:
             slot.closed_until = math.inf
             return (
-                f"slot {place[1]} of host {place[0]} is abandoned: {slot.failures} workers in a row have failed "
-                f"there, none after more than {STEADY_S:g} s of training; the last: {in_short(failure)}"
+                f"slot {place[1]} of host {place[0]} is abandoned: {counted(slot.failures, 'worker')} in a row failed "
+                f"there, none after more than {STEADY_S:g} s of training (--restart-limit); the last: "
+                f"{in_short(failure)}"
             )
         if slot.failures > 1:
-            seconds = _BACK_OFF_S * 2 ** (slot.failures - 2)
+            seconds = min(_BACK_OFF_S * 2.0 ** min(slot.failures - 2, 64), _BACK_OFF_MOST_S)
             slot.closed_until = now + seconds
             return f"{in_short(failure)}; another worker is started there in {seconds:g} s"
         return ""

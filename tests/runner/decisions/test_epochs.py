@@ -366,8 +366,8 @@ def test_workers_that_fail_at_once_are_replaced_ever_later_and_then_given_up() -
         waits.append(world.now - before)
     assert waits[:-1] == [1.0, 2.0, 4.0]
     assert world.said[-1] == (
-        "fusionrun: slot 0 of host b is abandoned: 5 workers in a row have failed there, none after more than 60 s of "
-        "training; the last: rank 0 on host b failed: boom"
+        "fusionrun: slot 0 of host b is abandoned: 5 workers in a row failed there, none after more than 60 s of "
+        "training (--restart-limit); the last: rank 0 on host b failed: boom"
     )
     assert world.said[-2] == "fusionrun: rank 0 on host b failed: boom; another worker is started there in 4 s"
     assert world.ended is None
