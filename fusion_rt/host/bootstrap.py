@@ -151,6 +151,14 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
     reason: str
 
 
+class Knock(msgspec.Struct, frozen=True, tag="knock"):
+    """Asks a daemon whether its event loop runs; it answers `Awake` at once."""
+
+
+class Awake(msgspec.Struct, frozen=True, tag="awake"):
+    """Reports that the daemon's event loop runs: its answer to `Knock`."""
+
+
 class EpochOver(msgspec.Struct, frozen=True, tag="epoch_over"):
     """Reports that an epoch has failed. `reason`: a sentence; `lost`: nodes that this daemon takes for lost, or has not
     reached in time when the epoch was to begin."""
@@ -164,10 +172,10 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
     """Tells a daemon that its starter ends the workers: that they die is no news from now on."""
 
 
-Order: TypeAlias = PeerTable | Reform | Abandon | Farewell
-"""Messages of a starter to a daemon after its configuration: `PeerTable`, or, in an elastic job, `Reform` and
-`Abandon`; and, in any, `Farewell`."""
-Report: TypeAlias = Phase | Reformed | EpochOver
+Order: TypeAlias = PeerTable | Reform | Abandon | Knock | Farewell
+"""Messages of a starter to a daemon after its configuration: `PeerTable`, or, in an elastic job, `Reform`, `Abandon`
+and `Knock`; and, in any, `Farewell`."""
+Report: TypeAlias = Phase | Reformed | Awake | EpochOver
 """Messages of a daemon to its starter, after its endpoint."""
 _T = TypeVar("_T")
 

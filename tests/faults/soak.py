@@ -47,7 +47,7 @@ from benchmarks.netlab import Netlab, preflight
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import cpu
 from tests import forks
-from tests.faults import soak_faults, soak_flat
+from tests.faults import soak_faults, soak_flat, soak_losses
 from tests.faults.jobs import Array
 from tests.faults.soak_elastic import HOSTS, ElasticSoak
 from tests.faults.soak_faults import Fatal, Fault
@@ -315,6 +315,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=said("SOAK_OUT"), metavar="FILE", help="for the result, as JSON")
     parser.add_argument("--loopback", action="store_true", default=bool(said("SOAK_LOOPBACK")))
     parser.add_argument("--residuals", action="store_true", help="a codec that has one, in an elastic job")
+    names = [loss.__name__ for loss in soak_losses.LOSSES]
+    parser.add_argument("--losses", nargs="+", choices=names, default=names, help="those of an elastic job (all)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for what an elastic job says, and its notes")
     return parser.parse_args()
 
@@ -338,7 +340,8 @@ def main() -> int:
                 folder = asked.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 folder.mkdir(parents=True, exist_ok=True)
                 hosts = stack.enter_context(Netlab(hosts=HOSTS))
-                soak = ElasticSoak(asked.seconds, asked.seed, hosts, directory, folder, asked.residuals)
+                losses = [loss for loss in soak_losses.LOSSES if loss.__name__ in asked.losses]
+                soak = ElasticSoak(asked.seconds, asked.seed, hosts, directory, folder, asked.residuals, losses)
             else:
                 lab = None if why_not else stack.enter_context(Netlab(hosts=NODES))
                 soak = Soak(asked.seconds, asked.seed, lab, directory, asked.kind == "long")

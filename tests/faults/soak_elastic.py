@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,20 @@ class ElasticSoak:
         directory: for the daemons' files; short.
         folder: for what the job says, and for the notes of its workers.
         residuals: whether gradients have a codec with a residual.
+        kinds: of losses.
     """
 
     def __init__(
-        self, seconds: float, seed: int, lab: Netlab, directory: Path, folder: Path, residuals: bool = False
+        self,
+        seconds: float,
+        seed: int,
+        lab: Netlab,
+        directory: Path,
+        folder: Path,
+        residuals: bool = False,
+        kinds: Sequence[Loss] = soak_losses.LOSSES,
     ) -> None:
-        self._seconds, self._seed, self._residuals = seconds, seed, residuals
+        self._seconds, self._seed, self._residuals, self._kinds = seconds, seed, residuals, kinds
         self._directory = directory
         self._random = random.Random(seed)
         self._losses: list[Loss] = []  # that are still to come in this round of all
@@ -101,7 +110,7 @@ class ElasticSoak:
     def _lost(self) -> str:
         """Makes a loss, and waits until all are back. Returns its name."""
         if not self._losses:
-            self._losses = self._random.sample(soak_losses.LOSSES, len(soak_losses.LOSSES))
+            self._losses = self._random.sample(self._kinds, len(self._kinds))
         loss, job = self._losses.pop(), self.job
         name, epoch, rollbacks = loss.__name__, job.epoch, job.ledger.rollbacks
         began = time.monotonic()

@@ -14,9 +14,11 @@ from fusion_rt.core.topology import Topology
 from fusion_rt.host import bootstrap
 from fusion_rt.host.bootstrap import (
     Abandon,
+    Awake,
     DaemonConfig,
     Endpoint,
     EpochOver,
+    Knock,
     PeerTable,
     Reform,
     Reformed,
@@ -39,6 +41,8 @@ REFORM = Reform(3, Topology(("a", "b"), ((), (0, 1))), (0,), (ENDPOINT,))
         REFORM,
         Reformed(3),
         Abandon(3, "why"),
+        Knock(),
+        Awake(),
         EpochOver(3, (0,), "why"),
     ],
 )

@@ -148,7 +148,8 @@ class Daemon:
         try:
             watch_signals(self._loop, self)
             if self._config.attached or self._mesh is not None:
-                orders = bootstrap.Reform | bootstrap.Abandon if self._config.elastic else bootstrap.PeerTable
+                elastic = bootstrap.Reform | bootstrap.Abandon | bootstrap.Knock
+                orders = elastic if self._config.elastic else bootstrap.PeerTable
                 StandardInput(self._loop, self._stdin, self._stdin_start, orders | bootstrap.Farewell, self)
             self._loop.run()
         except Exception as error:  # everybody gets to read it, instead of a daemon that is just gone
@@ -266,6 +267,8 @@ class Daemon:
             case bootstrap.Abandon(number, reason):
                 if number == self._formation.number:
                     self.fail(reason)
+            case bootstrap.Knock():
+                tell_starter(bootstrap.Awake())
 
     def starter_gone(self) -> None:
         if self._config.attached:

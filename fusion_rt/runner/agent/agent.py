@@ -35,6 +35,8 @@ from fusion_rt.settings import Settings
 LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
 _DAEMON_S = 1.0  # seconds the daemon has to end by itself
 _OLD_DAEMON_S = 2.0  # the same for the daemon of an epoch that is over
+_AWAKE_S = 0.5  # seconds a daemon has to say that it runs, when others have declared it dead
+_STUCK = f"other hosts had declared it dead, and it did not answer its agent within {_AWAKE_S:g} s"
 DRAIN_S = 5.0  # seconds the launcher has to take the last output
 
 
@@ -124,6 +126,9 @@ class Agent:
                 self._function.feed(data)
             case agent_messages.Hail():
                 self._spawn(self._tell_soon(agent_messages.Present()))
+            case agent_messages.CheckDaemon(serial):
+                if self._daemon is not None and self._daemon.config.serial == serial:
+                    self._spawn(self._daemon.end_if_stuck(_AWAKE_S))
             case agent_messages.Introduce(table):
                 self._present_daemon().tell(table)
             case StartDaemon():
@@ -250,7 +255,8 @@ class Agent:
             status = await daemon.wait()
             if not self._grace.done() and (not daemon.is_unwanted or (status < 0 and not daemon.is_killed)):
                 await settle(daemon.log, self._channel)
-                await self._channel.send(agent_messages.DaemonDown(serial, status, self._oom_kills.explain(status)))
+                killed = _STUCK if daemon.is_stuck else self._oom_kills.explain(status)
+                await self._channel.send(agent_messages.DaemonDown(serial, status, killed))
         daemon.is_told.set()
         if daemon is self._daemon:
             await self._take_back()

@@ -12,9 +12,11 @@ from typing import Any
 from fusion_rt.core.errors import WireError
 from fusion_rt.host.bootstrap import (
     DAEMON_COMMAND,
+    Awake,
     DaemonConfig,
     Endpoint,
     EpochOver,
+    Knock,
     Order,
     Phase,
     Reformed,
@@ -29,7 +31,7 @@ from fusion_rt.runner.protocol.child_processes import Child, Children, signal_tr
 from fusion_rt.runner.protocol.pipes import Channel, Pump, Reader
 
 _ANSWER: Any = Endpoint | StartError
-_REPORT: Any = Phase | Reformed | EpochOver
+_REPORT: Any = Phase | Reformed | Awake | EpochOver
 _LAST_WORD_S = 1.0  # seconds a daemon that could not start has to end by itself
 
 
@@ -41,12 +43,16 @@ class Reports(Pump):
         channel: the launcher's.
         epoch: of which phases are that come before it has said so.
         on_reformed: is told the number of an epoch whose workers the daemon takes.
+
+    Attributes:
+        awake: is set when the daemon says that it runs.
     """
 
     def __init__(self, source: Reader, channel: Channel, epoch: int, on_reformed: Callable[[int], None]) -> None:
         super().__init__(source, channel, DaemonLog)
         self._epoch = epoch
         self._on_reformed = on_reformed
+        self.awake = asyncio.Event()
 
     async def run(self) -> None:
         """Runs until the stream ends."""
@@ -58,6 +64,8 @@ class Reports(Pump):
             if isinstance(report, Reformed):
                 self._epoch = report.number
                 self._on_reformed(report.number)
+            elif isinstance(report, Awake):
+                self.awake.set()
             else:
                 is_phase = isinstance(report, Phase)
                 await self._channel.send(Reached(self._epoch, report.phase) if is_phase else report)
@@ -74,6 +82,7 @@ class Daemon:
         socket: path of the socket for its workers.
         is_unwanted: it was told to end.
         is_killed: it was made to.
+        is_stuck: it was ended because it did not answer.
         is_told: the launcher has heard of its end, if it had to.
     """
 
@@ -91,11 +100,13 @@ class Daemon:
         self._stdin = stdin
         epoch = 0 if config.elastic else 1
         self.config = config
-        self.log = (Pump(child.stderr, channel, DaemonLog), Reports(child.stdout, channel, epoch, on_reformed))
+        self._reports = Reports(child.stdout, channel, epoch, on_reformed)
+        self.log = (Pump(child.stderr, channel, DaemonLog), self._reports)
         self._directory = job_directory(runtime_root, config.job, config.node, config.serial)
         self.socket = path_of_socket
         self.is_unwanted = False
         self.is_killed = False
+        self.is_stuck = False
         self.is_told = asyncio.Event()
 
     @classmethod
@@ -153,11 +164,23 @@ class Daemon:
 
     @property
     def has_ended(self) -> bool:
-        return self._child.exit.done()
+        """Tells whether it has ended, or is about to, since it was stuck."""
+        return self.is_stuck or self._child.exit.done()
 
     def tell(self, order: Order) -> None:
         """Tells it where its peers listen, into which epoch it goes, or that its workers are ended."""
         self._stdin.send_now(order)
+
+    async def end_if_stuck(self, seconds: float) -> None:
+        """Kills it if it does not say within so many seconds that it runs."""
+        self._reports.awake.clear()
+        self.tell(Knock())
+        try:
+            await asyncio.wait_for(self._reports.awake.wait(), seconds)
+        except asyncio.TimeoutError:
+            if not self._child.exit.done():
+                self.is_stuck = True
+                signal_tree(self.pid, signal.SIGKILL)
 
     async def last_status(self) -> int:
         """The exit status of a daemon that could not start (1 if it lingers)."""

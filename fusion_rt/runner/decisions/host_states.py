@@ -184,11 +184,15 @@ class HostStates:
 
     def miss(self, host: str, by: str) -> None:
         """In the last epoch, the daemon of another host has taken that of this one for lost, and never speaks to it
-        again."""
+        again. It may be silent because it stands still; then its own workers would wait for it for long."""
         if host != by and host in self._taking_part and by in self._taking_part:
-            self._misses.add((by, self._taking_part[by], host, self._taking_part[host]))
+            serial = self._taking_part[host]
+            is_news = not any(miss[2:] == (host, serial) for miss in self._misses)
+            self._misses.add((by, self._taking_part[by], host, serial))
             self._apart.add(frozenset((by, host)))
             self.probe([host])
+            if is_news and host in self.present and self.present[host].daemon == serial:
+                self._control.check_daemon(host, serial)
 
     def settle(self) -> None:
         """An epoch is up: what kept hosts apart before is over."""

@@ -51,6 +51,9 @@ class JobControl(Protocol):
     def probe(self, host: str) -> None:
         """The agent of a host is asked whether it is there; `answered` follows."""
 
+    def check_daemon(self, host: str, serial: int) -> None:
+        """The agent of a host ends this daemon if it does not answer; `daemon_down` follows then."""
+
     def remove(self, host: str, slots: Sequence[int], reason: str) -> None:
         """The agent tells some of its workers that there is no place for them."""
 

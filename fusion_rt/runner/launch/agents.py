@@ -220,6 +220,9 @@ class Agents:
     def probe(self, host: str) -> None:
         self._tell([host], agent_messages.Hail())
 
+    def check_daemon(self, host: str, serial: int) -> None:
+        self._tell([host], agent_messages.CheckDaemon(serial))
+
     def remove(self, host: str, slots: Sequence[int], reason: str) -> None:
         self._tell([host], agent_messages.Remove(tuple(slots), reason))
 

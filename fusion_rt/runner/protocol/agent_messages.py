@@ -161,6 +161,13 @@ class Hail(msgspec.Struct, frozen=True, tag="hail"):
     """Answer `Present` at once."""
 
 
+class CheckDaemon(msgspec.Struct, frozen=True, tag="check_daemon"):
+    """Other hosts take this daemon for lost: end it if it does not answer, so that its workers do not wait for it.
+    `serial` as in `DaemonUp`."""
+
+    serial: int
+
+
 class Remove(msgspec.Struct, frozen=True, tag="remove"):
     """The workers in these slots have no place any more: tell them, and end those that do not end by themselves."""
 
@@ -289,6 +296,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 Command: TypeAlias = (
     Ping
     | Hail
+    | CheckDaemon
     | Function
     | Stop
     | Introduce

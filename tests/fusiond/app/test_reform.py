@@ -16,9 +16,11 @@ from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import (
     Abandon,
+    Awake,
     DaemonConfig,
     Endpoint,
     EpochOver,
+    Knock,
     Phase,
     Reform,
     Reformed,
@@ -29,7 +31,7 @@ from tests.fusiond.processes import JOB, NO_LIMITS, TIMEOUT_S, Daemons, kill, qu
 
 pytestmark = pytest.mark.multiprocess
 SUM = wire.Signature("allreduce", "float32", (2,))
-_SAID: Any = Phase | Reformed | EpochOver
+_SAID: Any = Phase | Reformed | Awake | EpochOver
 
 
 class Elastic:
@@ -44,7 +46,7 @@ class Elastic:
         self.job = Daemons(directory, [1] * nodes, **NO_LIMITS, FUSION_CONNECTIONS="1")
         self.hosts = tuple(f"host{node}" for node in range(nodes))
         self.endpoints: dict[int, Endpoint] = {}
-        self.said: dict[int, list[Phase | Reformed | EpochOver]] = {}
+        self.said: dict[int, list[Phase | Reformed | Awake | EpochOver]] = {}
         self.clients: dict[tuple[int, int], Client] = {}
         self.number = 0
         self.job.processes = [None] * nodes  # type: ignore[list-item]
@@ -80,7 +82,7 @@ class Elastic:
             self.tell(node, reform)
         return reform
 
-    def tell(self, node: int, order: Reform | Abandon) -> None:
+    def tell(self, node: int, order: Reform | Abandon | Knock) -> None:
         stdin = self.job.processes[node].stdin
         assert stdin is not None
         stdin.write(encode_line(order))
@@ -232,6 +234,20 @@ def test_an_epoch_that_is_abandoned_ends_for_who_waits_and_not_for_the_daemon(
     assert str(told[0]) == "node 1 is lost"
     assert job.await_word(0, EpochOver, 1) == EpochOver(1, (), "node 1 is lost")
     job.form([1, 1])
+    assert job.on_clients(add) == [[1, 2]] * 2
+
+
+def test_a_daemon_says_that_it_runs_in_a_formation_and_before_there_is_one(elastic: Callable[[int], Elastic]) -> None:
+    job = elastic(2)
+
+    def answer(node: int) -> None:
+        job.tell(node, Knock())
+        while not isinstance(decode_line(read_line(job.job.processes[node]).encode(), _SAID), Awake):
+            pass
+
+    answer(1)
+    job.form([1, 1])
+    answer(0)
     assert job.on_clients(add) == [[1, 2]] * 2
 
 

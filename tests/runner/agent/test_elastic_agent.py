@@ -217,6 +217,23 @@ def test_an_agent_says_that_it_is_there(start: Callable[..., ElasticAgent]) -> N
     assert agent.until(agent_messages.Present)
 
 
+def test_a_daemon_that_others_have_lost_is_ended_if_it_does_not_answer(
+    start: Callable[..., ElasticAgent], runtime_dir: Path
+) -> None:
+    agent = start("sleep", "600")
+    first = psutil.Process(agent.start(1))
+    agent.send(agent_messages.CheckDaemon(1))
+    agent.begin(1)
+    agent.until(agent_messages.WorkersUp)
+    assert first.is_running(), "it has answered"
+    first.suspend()
+    agent.send(agent_messages.CheckDaemon(2))  # which is not there any more, or not yet
+    agent.send(agent_messages.CheckDaemon(1))
+    why = "other hosts had declared it dead, and it did not answer its agent within 0.5 s"
+    assert agent.until(agent_messages.DaemonDown) == agent_messages.DaemonDown(1, -9, why)
+    assert not first.is_running()
+
+
 def test_an_agent_tries_until_it_has_reached_other_daemons(start: Callable[..., ElasticAgent]) -> None:
     agent = start("sleep", "600")
     agent.start(1)

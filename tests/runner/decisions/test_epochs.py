@@ -36,6 +36,7 @@ class World:
         self.running: set[Place] = set()  # in the epoch
         self.beginning: dict[Place, Places] = {}
         self.hailed: list[str] = []
+        self.checked: list[tuple[str, int]] = []  # daemons that were to answer
         self.cut_off: set[str] = set()  # from the other hosts
         self.reaching: list[tuple[str, int]] = []
         self.ended: list[Failure] | None = None
@@ -115,6 +116,10 @@ class World:
     def probe(self, host: str) -> None:
         assert host in self.agents
         self.hailed.append(host)
+
+    def check_daemon(self, host: str, serial: int) -> None:
+        assert self.daemons[host][1] == serial
+        self.checked.append((host, serial))
 
     def remove(self, host: str, slots: Sequence[int], reason: str) -> None:
         for slot in slots:
@@ -436,6 +441,37 @@ def test_a_host_that_nobody_misses_has_more_time_to_answer() -> None:
     assert world.calls[-1] != ("drop", "b")
     world.wait(2)
     assert ("drop", "b") in world.calls
+
+
+def test_a_daemon_that_others_have_lost_and_that_stands_still_is_ended_so_that_its_workers_leave() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world.up()
+    world.epochs.missed("a", 1, (2,))
+    world.epochs.missed("b", 1, (2,))
+    assert world.checked == [("c", 1)], "once"
+    world.epochs.answered("c")
+    world.ask("a", "b")
+    assert world.epochs.number == 1, "c has not left"
+    world.crash("c")  # its agent has killed it
+    world.ask("c", error="the daemon of rank 2's node is gone")
+    assert world.places is not None
+    assert (world.epochs.number, world.places.names) == (2, ("a", "b"))
+    assert ("kill", "c", (0,)) not in world.calls
+    world.start_up()
+    world.listen("c")
+    world.ask(error="")
+    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1, ("c", 0): 2}
+    assert ("c", 0) in world.waiting, "in the same process"
+    world.epochs.missed("a", 3, (2,))
+    assert world.checked == [("c", 1), ("c", 2)]
+
+
+def test_a_daemon_that_others_have_lost_is_not_asked_when_another_has_taken_its_place() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.crash("b")
+    world.epochs.missed("a", 1, (1,))
+    assert world.checked == []
 
 
 def test_of_hosts_that_miss_each_other_the_larger_part_goes_on() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import fusion_rt
 from tests import forks
+from tests.faults.jobs import FAST
 from tests.runner.elastic.jobs import WORKER
 
 pytestmark = pytest.mark.multiprocess
@@ -53,6 +54,26 @@ def test_a_killed_daemon_costs_no_worker(start, runtime_dir: Path) -> None:
     assert len({step for step, _ in after}) == 1
     assert job.stop() == 0, job.err
     assert re.search(r"epoch 2: 3 workers .*the daemon of ranks? .* was killed by SIGKILL", job.changes()[0])
+    assert os.listdir(runtime_dir) == []
+
+
+def test_a_daemon_that_stands_still_costs_no_worker(start, fusionrun, runtime_dir: Path) -> None:
+    """Its workers do not wait until it answers, and the others do not wait until these have given it up."""
+    fusionrun.forks_daemons = False
+    job = start("-np", "3", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1,127.0.0.2:1", **FAST)
+    before = [pid for _, pid in job.epoch(1, 3)]
+    stopped = job.processes("fusiond")[0]
+    stopped.suspend()
+    number, ranks = job.epoch_from(2, 2)
+    assert {pid for _, pid in ranks} < set(before)
+    step = ranks[0][0]
+    _, after = job.epoch_from(number + 1, 3)
+    assert {pid for _, pid in after} == set(before), "all in the same processes"
+    assert {later > step for later, _ in after} == {True}
+    assert not stopped.is_running()
+    assert job.stop() == 0, job.err
+    why = "was killed by SIGKILL: other hosts had declared it dead, and it did not answer its agent within 0.5 s"
+    assert any(why in line for line in job.changes()), job.changes()
     assert os.listdir(runtime_dir) == []
 
 

@@ -37,6 +37,7 @@ COMMANDS = [
     agent_messages.Ping(),
     agent_messages.Stop(5.0),
     agent_messages.Hail(),
+    agent_messages.CheckDaemon(2),
     agent_messages.Introduce(PeerTable((ENDPOINT,))),
     agent_messages.StartDaemon(1, 3, ("a", "b")),
     agent_messages.Reach(2, (ENDPOINT,)),

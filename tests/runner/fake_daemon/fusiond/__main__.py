@@ -7,10 +7,12 @@ import sys
 
 from fusion_rt.host.bootstrap import (
     Abandon,
+    Awake,
     DaemonConfig,
     Endpoint,
     EpochOver,
     Farewell,
+    Knock,
     PeerTable,
     Phase,
     Reform,
@@ -46,8 +48,11 @@ def main():
     say(Endpoint(config.node, os.getpid(), config.address, 1000 + config.node, 2000 + config.node, "k" * 40))
     if config.elastic:
         for line in sys.stdin.buffer:
-            order = decode_line(line, Reform | Abandon | Farewell)
+            order = decode_line(line, Reform | Abandon | Knock | Farewell)
             if isinstance(order, Farewell):
+                continue
+            if isinstance(order, Knock):
+                say(Awake())
                 continue
             if isinstance(order, Reform):
                 say(Reformed(order.number))
