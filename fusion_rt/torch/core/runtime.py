@@ -41,6 +41,7 @@ class Runtime:
         where: this worker's place, from its environment.
         daemon: the one that this worker started, if it did.
         in_node: reductions with other ranks of this node, which have to tell them when this one leaves.
+        ruled: process sets whose ranks a rule gives, in the order in which they were registered.
         trace: records this worker's work.
     """
 
@@ -63,6 +64,7 @@ class Runtime:
         self.pending: dict[int, Any] = {}
         self.retired: deque[int] = deque()
         self.in_node: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ruled: list[Any] = []
         self.allocating = threading.Lock()
         self._groups: Counter[int | None] = Counter()  # by process set
         self.where = where

@@ -19,6 +19,7 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.core.wording import go_on
 from fusion_rt.local import elastic
+from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.core.basics import init
 from fusion_rt.torch.core.runtime import runtime, step_out
 from fusion_rt.torch.elastic import mirrors
@@ -50,6 +51,7 @@ class Report(NamedTuple):
         standings: how far it has come with its samples.
         shard_clocks: how far it has come at the shards of its optimizers, in the order in which these were made.
         in_step: its exchanges have the same numbers as those of other ranks.
+        process_sets: the ranks of those that are to be registered anew, by their rules; None if they cannot be.
     """
 
     skips_sync: bool = False
@@ -65,6 +67,7 @@ class Report(NamedTuple):
     standings: Sequence[Standing] = ()
     shard_clocks: tuple[ShardClock | None, ...] = ()
     in_step: bool = True
+    process_sets: tuple[tuple[int, ...], ...] | None = ()
 
 
 class Conclusion(NamedTuple):
@@ -90,6 +93,8 @@ def conclude(reports: Sequence[Report]) -> Conclusion | None:
         reports: of all ranks, by their new numbers.
     """
     if not all(report.stays for report in reports) or len({report.generation for report in reports}) > 1:
+        return None
+    if None in (rules := {report.process_sets for report in reports}) or len(rules) > 1:
         return None
     if not _fit_together([report.shard_clocks for report in reports]):
         return None
@@ -202,7 +207,10 @@ class Survival:
             raise error
         if runtime().client.channel.failure is None:
             raise error  # nobody is lost
-        if made := [known for known in runtime().client.process_sets if known != GLOBAL_SET]:
+        trained = {sync.options.process_set.process_set_id for sync in everyone()}
+        lasting = [one for one in process_sets.by_rule() if one.process_set_id not in trained]
+        can_last = {GLOBAL_SET, *(one.process_set_id for one in lasting)}
+        if made := [known for known in runtime().client.process_sets if known not in can_last]:
             raise HorovodInternalError(
                 f"{str(error).splitlines()[0]} (and in place no rank can go on: process set {made[0]} is one of ranks "
                 "that there were, which the script has to make anew)"
@@ -211,7 +219,7 @@ class Survival:
         while True:
             try:
                 self._move(why, daemon, dropped)
-                reports = self._tell(self._report(failed))
+                reports = self._tell(self._report(failed, process_sets.ranks_by_rule(lasting)))
                 found = conclude(reports)
                 if found is None or not self._state._follow([report.standings for report in reports]):
                     self.agreed = _without(reports)
@@ -221,6 +229,8 @@ class Survival:
                     self.agreed = _without(reports)
                     break
                 self._heal(found, failed)
+                for process_set in lasting:
+                    process_sets.add_process_set(process_set)
                 exchanges.left_out = found.left_out
                 break
             except HorovodInternalError as another:
@@ -243,7 +253,7 @@ class Survival:
         for sync in everyone():
             sync.when.finish()  # updates whose gradients have all been reduced, and which wait for a forward pass
 
-    def _report(self, failed: Exchange) -> Report:
+    def _report(self, failed: Exchange, rules: tuple[tuple[int, ...], ...] | None) -> Report:
         places = {sync.when: place for place, sync in enumerate(everyone())}
         clocks = tuple(sync.when.shard_clock() for sync in everyone())
         return Report(
@@ -259,6 +269,7 @@ class Survival:
             standings=self._state._standing(),
             shard_clocks=clocks,
             in_step=any(clock is None or clock.in_step for clock in clocks),
+            process_sets=rules,
         )
 
     def _recall(self, clocks: Sequence[Sequence[ShardClock | None]]) -> bool:

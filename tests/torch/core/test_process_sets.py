@@ -9,6 +9,7 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.torch.core.process_sets import by_rule, ranks_by_rule
 from tests.harness import Job, on_ranks
 from tests.torch.ops.reference import combined, mine, rows_of, tensor_of
 
@@ -72,6 +73,34 @@ def test_sets_are_added_and_removed() -> None:
             hvd.allreduce(torch.ones(2), process_set=unknown)
     assert hvd.remove_process_set(odd)
     assert list(hvd.get_process_set_ids_and_ranks()) == [0]
+
+
+@on_ranks
+def test_a_set_may_have_a_rule_that_gives_its_ranks() -> None:
+    even = hvd.ProcessSet(lambda size: range(0, size, 2))
+    assert even.included() == (hvd.rank() in (0, 2)), "before it is registered"
+    last = hvd.add_process_set(lambda size: [size - 1])
+    hvd.add_process_set(even)
+    assert (last.ranks, even.ranks, even.size()) == ([3], [0, 2], 2)
+    assert by_rule() == [last, even]
+    if even.included():
+        assert hvd.allgather_object(hvd.rank(), process_set=even) == [0, 2]
+    for rule in (lambda size: range(size), lambda size: range(0, size, 2), lambda size: [], lambda size: [size], str):
+        with pytest.raises(ValueError, match=r"duplicate|of 0 to 3|should be initialized with a list"):
+            hvd.add_process_set(rule)
+    hvd.remove_process_set(last)
+    assert by_rule() == [even]
+    hvd.remove_process_set(even)
+
+
+@on_ranks
+def test_sets_with_rules_can_be_registered_anew_only_if_all_rules_give_sets_that_are_new() -> None:
+    sets = [hvd.ProcessSet(lambda size: range(0, size, 2)), hvd.ProcessSet(lambda size: [size - 1])]
+    assert ranks_by_rule(sets) == ((0, 2), (3,))
+    assert ranks_by_rule([*sets, hvd.ProcessSet(lambda size: range(4, size))]) is None, "empty"
+    assert ranks_by_rule([*sets, hvd.ProcessSet(lambda size: [0, size // 2])]) is None, "twice"
+    assert ranks_by_rule([*sets, hvd.ProcessSet(lambda size: range(4))]) is None, "all ranks"
+    assert ranks_by_rule(sets[:0]) == ()
 
 
 @on_ranks

@@ -13,6 +13,7 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt import algorithms
+from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.elastic.survival import Conclusion, Report, conclude
 from fusion_rt.torch.sync.checkpoint import why_only_at_commits
 from fusion_rt.torch.sync.exchanges import exchanges
@@ -23,6 +24,7 @@ from tests.torch.elastic.test_survival import before, once, received
 
 SHAPES = {"first": (3, 4), "second": (7,), "third": (2, 2, 2)}
 SMALL = {"HOROVOD_FUSION_THRESHOLD": "64", "FUSION_MIRROR_SHARDS": "update"}  # bytes: each parameter has its own bucket
+RULES = {"even": lambda size: range(0, size, 2), "last": lambda size: [size - 1]}  # ranks by their number
 Fault: TypeAlias = tuple[int, int, str]  # the step, who, and at which point
 
 
@@ -54,6 +56,14 @@ def test_ranks_go_back_to_the_commit_if_they_are_not_at_the_same_shards() -> Non
         report(4)._replace(stays=False),
     ):
         assert conclude([fits, other]) is None, other
+
+
+def test_ranks_go_back_to_the_commit_if_rules_give_no_process_sets_or_others_on_other_ranks() -> None:
+    there = report(4)._replace(process_sets=((0, 2), (1,)))
+    assert conclude([there, there]) == Conclusion(5)
+    assert conclude([there._replace(process_sets=None)] * 2) is None
+    for other in (None, (), ((0, 2), (2,)), ((1,), (0, 2))):
+        assert conclude([there, there._replace(process_sets=other)]) is None, other
 
 
 def test_what_was_recalled_counts_as_long_as_somebody_has_come_that_far() -> None:
@@ -92,6 +102,9 @@ def lose_at(worker: Worker, point: str, sync: Synchroniser) -> None:
         once(sync.plan.buckets[-1], "send", before)
     elif point == "when others have the results":
         once(sync, "receive", received)
+    elif point == "while registering sets":
+        once(sync.plan.buckets[-1], "send", before)
+        once(process_sets, "add_process_set", before)
     elif point == "host between posts":
         once(sync.plan.buckets[-1], "send", die)
     elif point == "host when others have the results":
@@ -108,13 +121,14 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
     optimizer = hvd.DistributedOptimizer(plain, parameters.items(), compression=codec, algorithm=how["algorithm"])
     state: Any = hvd.elastic.TorchState(torch.nn.ParameterDict(parameters), optimizer, step=0, trace=())
     give, calls = {"gradient": gradient, "bit": bit}[how["give"]], [0]
-    due = list(faults)
+    due, members, sets, sums = list(faults), [], [], []
 
     @hvd.elastic.run
     def run(state: Any) -> None:
         calls[0] += 1
         if ranks := how.get("set"):
             hvd.add_process_set(ranks)
+        members.extend(hvd.add_process_set(RULES[rule]) for rule in how.get("rules", ()))
         while state.step < steps:
             optimizer.zero_grad()
             for fault in [fault for fault in due if fault[:2] == (state.step, who)]:
@@ -126,6 +140,11 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
             counts = exchanges.dropped == dropped
             state.trace = (*state.trace, (size if counts else 0, counts))  # some may have begun it after the loss
             state.step += 1
+            sets.append([each.ranks for each in members])
+        for each in members:
+            if each.included():
+                one = torch.tensor(1 << who)
+                sums.append(int(hvd.allreduce(one, op=hvd.Sum, process_set=each)))
         if how["algorithm"] != "bsp" or codec != "dense":
             hvd.consensus(optimizer)
 
@@ -136,6 +155,8 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], how: Mapping[str,
         "who": who,
         "calls": calls[0],
         "trace": state.trace,
+        "sets": sets,
+        "sums": sums,
         "parameters": {name: parameter.detach().tolist() for name, parameter in parameters.items()},
     }
 
@@ -280,6 +301,24 @@ def test_with_a_process_set_the_others_go_back_to_the_last_commit_and_are_told_w
     assert same([result["trace"] for result in results]) == ((3, True),) * 7
     assert same([result["parameters"] for result in results]) == by_numpy(((3, True),) * 7, {3: (0, 1, 2)})
     assert "process set 1 is one of ranks that there were" in capfd.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_process_sets_whose_ranks_follow_a_rule_have_the_new_ranks_after_a_loss_and_no_rank_leaves_its_loop() -> None:
+    hosts, how = {"a": 1, "b": 1, "c": 1}, {**BSP, "rules": ["even", "last"]}
+    faults = [(2, 2, "when others have the results"), (5, 0, "while registering sets"), (8, 1, "host between posts")]
+    with ElasticJob(train, 12, faults, how, hosts=hosts, environment=SMALL) as job:
+        job.change(hosts)
+        job.change(hosts)
+        job.change(hosts)  # after the loss while sets were registered
+        lose_hosts(job, "b")
+        job.change({"a": 1, "c": 1})
+        results = job.finish()
+    assert [result["calls"] for result in results] == [1] * 2, "somebody has left its function"
+    trace = same([result["trace"] for result in results])
+    assert same([result["parameters"] for result in results]) == by_numpy(trace, {3: (0, 1, 2), 2: (0, 2)})
+    assert same([result["sets"] for result in results]) == [[[0, 2], [2]]] * 8 + [[[0], [1]]] * 4
+    assert [result["sums"] for result in results] == [[1 << 0], [1 << 2]], "sums of the ranks that are in them now"
 
 
 def test_who_asks_for_mirrors_of_updates_where_there_can_be_none_is_told_why() -> None:
