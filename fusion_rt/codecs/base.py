@@ -21,6 +21,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -212,16 +213,16 @@ class BucketCodec(ABC):
         lossless: decoding gives back every bit, so that what was encoded need not be decoded again by the sender.
         step: how many steps have begun; of a stateful codec.
         bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty where they have none (yet).
-        keeps_sent: what was sent is kept until the next step: the last one may be dropped after it was complete.
-        sent: puts that back, as if nothing had been sent in that step, and counts it no more; None if it cannot.
+        keeps_before: the last step may be dropped, also after it was complete.
+        go_back: undoes the last step, for which it was kept what was remembered before; None if that was not asked for.
     """
 
     exchange: ClassVar[Literal["chunks", "owners", "factors"]] = "chunks"
     lossless: bool = False
     step: int = 0
     bounds: tuple[int, ...] = ()
-    keeps_sent: bool = False
-    sent: Callable[[], None] | None = None
+    keeps_before: bool = False
+    go_back: Callable[[], None] | None = None
 
     def __init__(self, layout: Layout, codec: Codec, team: Team = ALONE) -> None:
         self.layout, self.codec, self._team = layout, codec, team
@@ -275,6 +276,12 @@ class BucketCodec(ABC):
         return {}
 
     # What it remembers.
+
+    def keep(self) -> None:
+        """Keeps what it remembers for `go_back`, if it is asked to. To be called when a step begins."""
+        self.go_back = None
+        if self.keeps_before:
+            self.go_back = partial(self.load_state_dict, self.state_dict())
 
     def scale_residual(self, factors: Sequence[float]) -> None:  # noqa: B027 - most have nothing that waits
         """Multiplies what has not been sent of each tensor of the layout by its factor: old / new when the learning

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -73,6 +74,7 @@ class FeedbackBucketCodec(BucketCodec):
         self._ranges: tuple[Range, ...] = joined([(s.start, s.end) for s in layout.spans if s.numel])
         self._packed_nbytes = self._dense_nbytes = 0
         self._seconds = 0.0  # that contributions took
+        self._before: list[Array] = []  # what the memories were when the step began
         selection.prepare()
         if layout.dtype != F32:
             cpu.prepare([], [(layout.dtype, F32), (F32, layout.dtype)])
@@ -94,6 +96,21 @@ class FeedbackBucketCodec(BucketCodec):
         for span, factor in zip(self.layout.spans, factors, strict=True):
             if factor != 1.0:
                 self._residual[span.start : span.end] *= np.float32(factor)
+
+    def keep(self) -> None:
+        self.go_back = None
+        if self.keeps_before:
+            memories = [memory for _, memory in self._memories()]
+            self._before = self._before or [np.empty_like(memory) for memory in memories]
+            for before, memory in zip(self._before, memories, strict=True):
+                np.copyto(before, memory)
+            self.go_back = partial(self._go_back, self.step, self._own_state())
+
+    def _go_back(self, step: int, own: Mapping[str, Array]) -> None:
+        for before, (_, memory) in zip(self._before, self._memories(), strict=True):
+            np.copyto(memory, before)
+        self.step = step
+        self._load_own_state(own, partial=False)
 
     def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
         """Bytes that an exchange sent in a step, and what it would have sent of a dense bucket; for the statistics."""

@@ -71,10 +71,6 @@ class FactoringBucketCodec(BucketCodec):
         """
 
     @abstractmethod
-    def begin_anew(self) -> None:
-        """Gets ready for another `start`; what this one was given stays in the residual."""
-
-    @abstractmethod
     def finish(self, total: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:
         """Keeps what was not sent, and writes the sum over all nodes, times `scale` and divided by `divisor`.
 

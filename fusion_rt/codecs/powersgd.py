@@ -132,9 +132,6 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
 
     def undo(self, values: Array) -> None:
         selection.withdraw(Memory(self._residual, self._as_float32(values), decay=self.codec.decay), self._ranges)
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
         self._next = "start"
 
     def finish(self, total: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:

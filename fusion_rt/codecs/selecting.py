@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -280,18 +280,6 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self.reclaim(rest)
         self.reclaim(cut)
         return sent
-
-    def guard(self, total: Selection) -> Callable[[], None] | None:
-        if self.corrections is not None or not self.codec.feedback:
-            return None
-        always = self.dense.all_indices(total.low, total.high)
-        places = np.concatenate([total.indices, always])
-        before = self._residual[places]
-
-        def restore() -> None:
-            self._residual[places] = before
-
-        return restore
 
     def revoke(self, total: Selection, sent: Selection) -> None:
         self.reclaim(replace(total, values=-total.values, dense=-total.dense))

@@ -15,7 +15,7 @@ out and says so (`spoiled`), and the exchange makes the step one that all nodes 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -131,11 +131,6 @@ class SummingBucketCodec(BucketCodec):
             total: what was concluded, as `conclude` has left it.
             sent: what that gave.
         """
-
-    def guard(self, total: Portion) -> Callable[[], None] | None:
-        """Returns what undoes a `conclude` of this total bit by bit, to be asked for before it; None: only `revoke`
-        can, as exactly as float32 adds up."""
-        return None
 
     @abstractmethod
     def write(self, portion: Portion, outputs: Sequence[Array], scale: float, divisor: int) -> None:

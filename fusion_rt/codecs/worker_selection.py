@@ -227,6 +227,10 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
             selection.put(*self.corrections.take(self.layout.elements), self._residual, add=True)
             self.corrections = None
 
+    def keep(self) -> None:
+        self.take_back()
+        super().keep()
+
     def scale_residual(self, factors: Sequence[float]) -> None:
         if self.corrections is None:
             super().scale_residual(factors)

@@ -57,7 +57,7 @@ class ElasticSoak:
         self._directory = directory
         self._random = random.Random(seed)
         self._losses: list[Loss] = []  # that are still to come in this round of all
-        self.job = ElasticJob(lab, directory, folder, survivor.RESIDUALS if residuals else survivor.EXACT)
+        self.job = ElasticJob(lab, directory, folder, survivor.RESIDUALS if residuals else "dense")
         self.job.sample_every = min(self.job.sample_every, seconds / 60)
         self.lived = 0.0
         self.faults: Counter[str] = Counter()

@@ -41,9 +41,6 @@ class WorkerState:
 class Ledger:
     """All that workers have told of their steps.
 
-    Args:
-        is_exact: sums are what a single process would make of the same steps.
-
     Attributes:
         problems: what was wrong.
         size: by lineage and step: the number of ranks that it is of.
@@ -53,8 +50,7 @@ class Ledger:
         epochs: by epoch of the data: samples that did not count, and those that counted again.
     """
 
-    def __init__(self, is_exact: bool = True) -> None:
-        self._is_exact = is_exact
+    def __init__(self) -> None:
         self.problems: list[str] = []
         self.starts: dict[int, int] = {}
         self.size: dict[tuple[int, int], int] = {}
@@ -140,8 +136,6 @@ class Ledger:
             self.problems.append(f"{len(self._models)} workers of {SIZE} have told their model in the end")
         if len({(step, digest) for step, _, digest in self._models}) > 1:
             self.problems.append("models differ in the end")
-        if not self._is_exact:
-            return
         found = self.reference(self.steps)
         if found is None:
             self.problems.append("there are steps of which no rank has told the size")

@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.netlab import Netlab
 from tests import forks
-from tests.faults import nemesis, survivor
+from tests.faults import nemesis
 from tests.faults.soak_job import SoakError
 from tests.faults.soak_ledger import SIZE, SLOTS, Ledger, WorkerState
 
@@ -85,7 +85,7 @@ class ElasticJob:
         self._disturbed: defaultdict[str, float] = defaultdict(float)
         self._ports: dict[int, list[tuple[str, int]]] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
-        self.ledger = Ledger(codec == survivor.EXACT)
+        self.ledger = Ledger()
         self.current: dict[str, WorkerState] = {}
         self.spared = -1
         self.samples: dict[str, list[dict[str, float]]] = defaultdict(list)

@@ -9,8 +9,8 @@ Its model is made of sums: what all ranks contribute in a step is subtracted, ex
 - `votes`: whether a rank wants all to stop;
 - `lossy`: floating-point numbers with momentum, which only have to be the same on all ranks.
 
-With a codec that has a residual, that is all that is checked: there the gradient of a step that is left out stays in
-the residual, and comes with the next one.
+A codec that has a residual sends only a part of the last ones, and the others whole. So no gradient of a step that is
+left out may stay in a residual.
 
 It tells of its steps in a file of its own in the folder of its first argument, a line of JSON each. It gets orders by
 files there: `stop`; and of its place, `PLACE.hang` (seconds to hold the GIL), `PLACE.fail` (it raises), `PLACE.die`
@@ -46,7 +46,6 @@ METRIC_EVERY = 7
 _BALLAST = 250_000  # elements that a newcomer gets, too
 PERIOD = 1009  # of `part`
 RESIDUALS = f"topk(density=0.05, minimum={LOSSY}, value='fp32')"
-EXACT = "dense"
 
 
 class Model(torch.nn.Module):
@@ -110,7 +109,7 @@ class Worker:
     """
 
     def __init__(self, folder: Path, pause: float, codec: str) -> None:
-        self._folder, self._pause, self._is_exact = folder, pause, codec == EXACT
+        self._folder, self._pause = folder, pause
         self.notebook = Notebook(folder, f"{os.environ['HOROVOD_HOSTNAME']}.{os.environ[elastic.SLOT]}")
         self._model = Model()
         model = self._model
@@ -181,8 +180,6 @@ class Worker:
         seen = before[1] - self._model.seen.detach()
         if not counts:
             return "" if not sums.any() and not seen.any() else "a step that does not count changed parameters"
-        if not self._is_exact:
-            return ""
         expected = total(range(size), number, SUMS)
         if not np.array_equal(sums, expected):
             differ = int((sums != expected).sum())
@@ -196,8 +193,7 @@ class Worker:
         state, seen = self._state, -self._model.seen.detach()
         often = seen - state.seen
         repeated = int((often - 1).clamp(min=0).sum())
-        if self._is_exact:
-            self.notebook.say("epoch", done=state.epoch, lost=int((often < 1).sum()), repeated=repeated)
+        self.notebook.say("epoch", done=state.epoch, lost=int((often < 1).sum()), repeated=repeated)
         state.epoch += 1
         state.seen = seen.clone()
         self._sampler.set_epoch(state.epoch)

@@ -182,7 +182,7 @@ class Plans:
             past,
         )
         for codec in installed.codecs:
-            codec.keeps_sent = self._memory_of_codecs is not None
+            codec.keeps_before = self._memory_of_codecs is not None
         loaded = self._waiting.pop((plan.process_set, plan.group), None)
         if loaded is not None:
             try:
@@ -197,7 +197,7 @@ class Plans:
 
     def remember(self, clocks: Mapping[int, Mapping[str, int]]) -> None:
         """Leaves what codecs remember for the next formation. Of a step that is complete in some buckets of a plan and
-        not in all, and so is dropped, what was sent goes back first. The ranges of nodes are left behind.
+        not in all, and so is dropped, they remember nothing. The ranges of nodes are left behind.
 
         Args:
             clocks: of the buckets that were completed last, by plan and name.
@@ -210,8 +210,8 @@ class Plans:
             for bucket in state.buckets if any(done.get(bucket.name) != last for bucket in state.buckets) else ():
                 if done.get(bucket.name) != last:
                     continue
-                if bucket.codec.sent is not None:
-                    bucket.codec.sent()
+                if bucket.codec.go_back is not None:
+                    bucket.codec.go_back()
                 elif bucket.codec.codec.stateful:
                     bucket.codec.step -= 1  # as on nodes where it was not complete
             saved = codec_state.saved(state.codecs)

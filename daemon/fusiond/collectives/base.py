@@ -80,11 +80,8 @@ class Exchange(ABC):
     def start(self) -> None:
         """Sends what can be sent; in a process set on one node, finishes."""
 
-    def abandon(self, dropped: bool = False) -> None:  # noqa: B027 - most have nothing to give back
-        """The operation has failed, and its jobs have ended: a codec gets back what was taken from its residual.
-
-        `dropped`: with the whole step, which nobody takes again: its gradient stays in the residual.
-        """
+    def abandon(self) -> None:  # noqa: B027 - most have nothing to give back
+        """The operation has failed, and its jobs have ended: a codec gets back what was taken from its residual."""
 
     @abstractmethod
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:

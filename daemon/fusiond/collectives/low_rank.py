@@ -73,17 +73,17 @@ class LowRank(Exchange):
         for job in local_jobs(self._reducer, self._sources, values, 1):
             job()
         self._values = values
+        self._codec.keep()
         self._factors.append(self._codec.start(values))
 
-    def abandon(self, dropped: bool = False) -> None:
-        """No rank takes this step: the residual is what it was before, or has the gradient in it that is dropped."""
-        if self._factors:
-            if dropped:
-                self._codec.begin_anew()
-            else:
-                self._codec.undo(self._values)
+    def abandon(self) -> None:
+        """No rank takes this step: the residual is what it was before."""
+        if self._factors and self._codec.go_back is not None:
+            self._codec.go_back()
+        elif self._factors:
+            self._codec.undo(self._values)
             self._codec.step -= 1  # which nodes that had not begun have not counted
-            self._factors = []
+        self._factors = []
 
     def start(self) -> None:
         self._sum(self._first_summed)

@@ -79,29 +79,32 @@ class Compressed(Exchange):
         return [self._contribute]
 
     def _contribute(self) -> None:
-        self._codec.sent = None
         if self._chosen is not None:
+            self._codec.go_back = None
             self._mine = self._chosen.contribute()
         else:
             if len(self._sources) == 1 and self._reducer.prescale == 1.0:
                 self._values = self._sources[0]
             for job in local_jobs(self._reducer, self._sources, self._values, 1):
                 job()
+            self._codec.keep()
             self._mine = self._codec.contribute(self._values)
         self._spoiled = self._codec.spoiled
 
-    def abandon(self, dropped: bool = False) -> None:
-        """No rank takes this step. As long as nothing is written where the gradient was, the codec becomes what it was
-        before; else, or if it is dropped, what this node has sent, which is no part of any result, goes back to the
+    def abandon(self) -> None:
+        """No rank takes this step. The codec becomes what it was before if it has kept that, or as long as nothing is
+        written where the gradient was. Else what this node has sent, which is no part of any result, goes back to the
         residual."""
-        if self._mine is not None:
+        if self._mine is not None and self._codec.go_back is not None:
+            self._codec.go_back()
+        elif self._mine is not None:
             self._revoke()
-            if dropped or self._written or self._chosen is not None:
+            if self._written or self._chosen is not None:
                 self._codec.reclaim(self._mine)
             else:
                 self._codec.undo(self._mine, self._values)
             self._codec.step -= 1  # which nodes that had not begun have not counted
-            self._mine = None
+        self._mine = None
 
     def _begin(self) -> None:
         """Sets the ranges, and the tag that tells that two nodes are at the same point, after `contribute`."""
@@ -156,8 +159,8 @@ class Compressed(Exchange):
             self._codec.complete(self._outputs, self._reducer.postscale, self._reducer.divisor)
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
         self._codec.note_sent(self._sent_nbytes, dense)
-        if self._codec.keeps_sent and not self._spoiled:
-            self._codec.sent = partial(_put_back, self._codec, self._mine, self._revoke)
+        if self._codec.keeps_before and self._chosen is not None and not self._spoiled:
+            self._codec.go_back = partial(_put_back, self._codec, self._mine, self._revoke)
         self._mine = None
         if self._chosen is not None:
             self._chosen.correct(self._spoiled)
@@ -165,7 +168,8 @@ class Compressed(Exchange):
 
 
 def _put_back(codec: SummingBucketCodec, mine: Portion, revoke: Callable[[], None]) -> None:
-    """Puts what a node has sent in a step that was complete back to its residual."""
+    """Puts what a worker has selected in a step that was complete back to its residual, with the next corrections. Only
+    the worker has the residual: the rest of the step's gradient stays there."""
     revoke()
     codec.reclaim(mine)
     codec.step -= 1
@@ -232,9 +236,8 @@ class Owned(Compressed):
             if self._adapting:
                 self._counts[here] = codec.counts(self._total, ranges.bins(low, high))
                 said = np.array(self._counts[here], _COUNTS).tobytes()
-            restore = codec.guard(self._total) if codec.keeps_sent else None
             kept = codec.conclude(self._total, self.port.nodes)
-            self._revoke = restore or partial(codec.revoke, self._total, kept)
+            self._revoke = partial(codec.revoke, self._total, kept)
             payload = said + bytes(codec.pack(kept, low, high))
         for distance in range(1, self.port.nodes):
             self._send((here + distance) % self.port.nodes, _RESULT, payload)

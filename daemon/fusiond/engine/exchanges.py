@@ -452,9 +452,8 @@ class Exchanges:
     def fail(self, error: str) -> None:
         """Forgets everything under way: the job cannot go on, for this reason."""
         for operation in self._operations.values():
-            operation.dropped = True
             if operation.exchange is not None and operation.started:
-                operation.exchange.abandon(dropped=True)
+                operation.exchange.abandon()
         self._operations.clear()
 
     @property

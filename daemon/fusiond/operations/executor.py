@@ -319,7 +319,7 @@ class Executor:
         operation.working = False
         assert operation.exchange is not None
         if self._operations.get(operation.key) is not operation:  # it has failed in the meantime
-            operation.exchange.abandon(operation.dropped)
+            operation.exchange.abandon()
             operation.failed()
         elif error is not None:
             self._failed(operation, error)

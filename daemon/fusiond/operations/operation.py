@@ -75,7 +75,6 @@ class Operation:
     seconds: float = 0.0
     until: float = math.inf
     failed: Callable[[], None] = lambda: None
-    dropped: bool = False
     is_here: bool = True
     staging: Staging | NodeParts | None = None
 

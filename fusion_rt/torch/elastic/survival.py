@@ -46,7 +46,7 @@ class Report(NamedTuple):
         generation, completed, begun: those of its exchanges.
         failed: places of the optimizers whose exchange has failed, in the order in which they were made.
         last: of those of the last exchange that has ended well, and what became of each.
-        has_memory: its daemon has what a codec has not sent, and has put back there what it has sent in vain.
+        has_memory: its daemon has what a codec has not sent, without a step that was not complete here.
         is_spoiled: its healing was interrupted.
         standings: how far it has come with its samples.
         shard_clocks: how far it has come at the shards of its optimizers, in the order in which these were made.
@@ -115,7 +115,7 @@ def conclude(reports: Sequence[Report]) -> Conclusion | None:
     if any(outcome is Outcome.OPEN for _, outcome in healed):
         return None  # the root may have changed these results already
     if any(report.has_memory for report in reports):
-        return None  # what was put back by those that are behind would count twice
+        return None  # what those that are behind have in their residuals again, is in the results of the others
     return Conclusion(left_out, behind, root, healed)
 
 

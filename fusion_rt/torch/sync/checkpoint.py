@@ -290,7 +290,8 @@ class Checkpoint:
 
     @property
     def puts_back(self) -> bool:
-        """True if the daemon has put back what a codec had sent in vain, without asking whether it counts elsewhere."""
+        """True if the daemon has a codec's memory as it was before a step that was not complete here, without asking
+        whether that counts elsewhere."""
         return self.is_lost_with_daemon and not self.outlives
 
     @property

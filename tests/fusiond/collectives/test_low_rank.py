@@ -100,6 +100,30 @@ def test_a_gradient_that_is_not_finite_spoils_its_step_on_all_nodes_and_no_resid
     assert np.isfinite(job.step(gradients(3, 3), 3)).all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("steps", [0, 7, 1000])
+def test_a_step_that_is_dropped_leaves_no_trace_on_its_way_or_complete(steps: int, seed: int) -> None:
+    job, undisturbed = Job(3), Job(3)
+    for codec in job.codecs:
+        codec.keeps_before = True
+    for one in (job, undisturbed):
+        one.step(gradients(3, 1), 1)
+    before = [codec.state_dict() for codec in job.codecs]
+    group = job.group([[g] for g in gradients(3, 2)], seed)
+    for _ in range(steps):
+        group.step()
+    for exchange, codec in zip(group.exchanges, job.codecs, strict=True):
+        exchange.abandon()
+        if steps == 1000:
+            assert codec.go_back is not None
+            codec.go_back()
+    for codec, expected in zip(job.codecs, before, strict=True):
+        for key, value in codec.state_dict().items():
+            np.testing.assert_array_equal(value, expected[key], key)
+    result, expected = (one.step(gradients(3, 3), 3) for one in (job, undisturbed))
+    np.testing.assert_array_equal(result, expected)
+
+
 def test_far_fewer_bytes_are_sent() -> None:
     job = Job(4)
     values = gradients(4, 0)
