@@ -103,12 +103,18 @@ class Ending:
         if self._mesh is not None:
             for node in self._others():
                 self._mesh.send_last(node, wire.Departed((rank,)))
-        self.losses.departed()
+        self._explain_losses()
 
     def departed(self) -> None:
         """Called when workers have left in good order, here or elsewhere."""
-        self.losses.departed()
+        self._explain_losses()
         self.check_over()
+
+    def _explain_losses(self) -> None:
+        """Lets go of peers that were suspected and whose workers have left. After a failure all workers leave, which
+        explains nothing: daemons of an elastic job may be together in the next formation."""
+        if not self.failure:
+            self.losses.departed()
 
     def peer_lost(self, node: int, why: str) -> None:
         """Handles a peer that cannot be heard any more."""
@@ -192,11 +198,11 @@ class Ending:
         is_news = tell_peers and not self._is_ended  # an error is logged where it happened
         _log.log(logging.ERROR if is_news else logging.INFO, "%s", in_short(error))  # the worker has printed the rest
         self._engine().fail_job(error)
+        self._failed(error)  # before workers ask for the next epoch: whom this node has lost is not to be in that
         self._loop.call_later(_FREED, _free_memory)
         self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory
         if tell_peers:
             self._tell_peers(wire.Abort(error))
-        self._failed(error)
         if not self._config.attached:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 

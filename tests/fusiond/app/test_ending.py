@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import DaemonConfig
@@ -15,6 +17,7 @@ from fusiond.membership.epoch import Membership
 
 ONE = Topology(("a",), ((0, 1),))
 TWO = Topology(("a", "b"), ((0, 1), (2,)))
+THREE = Topology(("a", "b", "c"), ((0,), (1,), (2,)))
 
 
 class World:
@@ -28,6 +31,7 @@ class World:
         self.may_return = False
         self.stops = 0
         self.told: list[tuple[int, object]] = []  # to workers
+        self.told_before: list[object] = []  # when the starter heard of the failure
         self.sent: list[tuple[int, wire.PeerMessage]] = []
         self.lost: list[tuple[int, str]] = []  # that the mesh need not hear any more
         self.recorded: list[tuple[Kind, str, int, int]] = []
@@ -52,8 +56,12 @@ class World:
             self.links,
             lambda: world,
             self.begin_epoch,
+            failed=self.failed,
             trace=world,
         )
+
+    def failed(self, reason: str) -> None:
+        self.told_before = [*self.told, reason]
 
     def record(self, kind: int, name: str = "", peer: int = NOBODY, extra: int = 0) -> None:
         self.recorded.append((Kind(kind), name, peer, extra))
@@ -110,6 +118,32 @@ def test_the_first_reason_reaches_engine_workers_and_peers() -> None:
     assert world.ending.exit_code == 1
     assert world.told == [(0, wire.JobFailed("the first")), (1, wire.JobFailed("the first"))]
     assert world.sent == [(1, wire.Abort("the first"))]
+
+
+def test_the_starter_hears_of_a_failure_before_workers_do() -> None:
+    """They ask it for the next epoch then, which is not to have whom this daemon has lost."""
+    world = World(TWO)
+    world.ending.fail("node 1 is lost")
+    assert world.told_before == ["node 1 is lost"]
+    assert len(world.told) == 2
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_peer_that_another_one_does_not_hear_is_let_go_when_workers_leave_unless_that_is_for_a_failure(
+    fails: bool,
+) -> None:
+    """In the next formation of an elastic job it may be with this daemon, and the other one not."""
+    world = World(THREE)
+    suspected = wire.Suspected(0, 1, (wire.Loss(2, "node 2 (host c) is lost: it is silent"),))
+    world.ending.losses.handlers()[wire.Suspected](1, suspected)
+    if fails:
+        for _, decide in world.timers:
+            decide()
+        assert world.ending.failure == "node 2 (host c) is lost: it is silent"
+    world.departed.update((1, 2))
+    world.ending.departed()
+    world.leave(0)
+    assert [node for node, _ in world.lost] == ([] if fails else [2])
 
 
 def test_a_failure_that_a_peer_has_told_is_not_told_again() -> None:
