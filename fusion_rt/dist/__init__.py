@@ -9,8 +9,8 @@ operations of the daemon, and `inner.py` leaves those of GPUs on one node to NCC
 `completion.py` their futures, and `reducer_waits.py` records waits for these; `flight_record.py` has the last ones
 for torch's analyser, and `flight_dumps.py` writes them to files.
 
-`ddp.py` and `fsdp.py` have hooks for gradients of DDP and FSDP2, which share `exchanged.py`; `outer.py` has local steps
-over both; `sets.py` has the process sets of groups. `variables.py` is for launchers that do not set torchrun's.
+`hooks/` is for gradients of DDP and FSDP2, and for local steps over both. `variables.py` is for launchers that do not
+set torchrun's.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 if TYPE_CHECKING:
-    from fusion_rt.dist.ddp import DDPGradients, compress, ddp_hook
-    from fusion_rt.dist.fsdp import ReplicatedShards, fully_shard_in_arena
+    from fusion_rt.dist.hooks.ddp import DDPGradients, compress, ddp_hook
+    from fusion_rt.dist.hooks.fsdp import ReplicatedShards, fully_shard_in_arena
+    from fusion_rt.dist.hooks.outer import local_steps
     from fusion_rt.dist.membership import dump_flight_record
-    from fusion_rt.dist.outer import local_steps
 
 __all__ = [
     "DDPGradients",
@@ -43,13 +43,13 @@ BACKEND = "fusion"
 DEVICES = ["cpu", "cuda"]
 _FOR_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MODULES = {
-    "DDPGradients": "ddp",
-    "ReplicatedShards": "fsdp",
-    "compress": "ddp",
-    "ddp_hook": "ddp",
+    "DDPGradients": "hooks.ddp",
+    "ReplicatedShards": "hooks.fsdp",
+    "compress": "hooks.ddp",
+    "ddp_hook": "hooks.ddp",
     "dump_flight_record": "membership",
-    "fully_shard_in_arena": "fsdp",
-    "local_steps": "outer",
+    "fully_shard_in_arena": "hooks.fsdp",
+    "local_steps": "hooks.outer",
 }
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_rt.dist.exchanged import ExchangedGradients
-from fusion_rt.dist.sets import check_job, process_set_of
+from fusion_rt.dist.hooks.exchanged import ExchangedGradients
+from fusion_rt.dist.hooks.sets import check_job, process_set_of
 from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.sync.handed import HandedSlot, stand_in
 from fusion_rt.torch.sync.parameters import Named

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fusion_rt.dist.sets import process_set_of
+from fusion_rt.dist.hooks.sets import process_set_of
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.optimizer import check_codec
 from fusion_rt.torch.sync.handed import (

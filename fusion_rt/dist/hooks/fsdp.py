@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusion_rt.dist.exchanged import ExchangedGradients
-from fusion_rt.dist.sets import check_job, process_set_of
+from fusion_rt.dist.hooks.exchanged import ExchangedGradients
+from fusion_rt.dist.hooks.sets import check_job, process_set_of
 from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.core.tensors import Memory

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_rt import algorithms
-from fusion_rt.dist.sets import process_set_of
+from fusion_rt.dist.hooks.sets import process_set_of
 from fusion_rt.torch.core.compressors import Compression
 from fusion_rt.torch.optimizer import DistributedOptimizer
 from fusion_rt.torch.sync.broadcasting import broadcast_parameters

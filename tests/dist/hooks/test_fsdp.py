@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_rt.torch as hvd
 from fusion_rt.dist import ReplicatedShards, compress, fully_shard_in_arena, local_steps
-from fusion_rt.dist.fsdp import AllGatherInArena
+from fusion_rt.dist.hooks.fsdp import AllGatherInArena
 from fusion_rt.torch.core import basics
 from tests.dist import script
 from tests.dist.script import START, TOPK, ErrorFeedback, backward, loss_of, make_model, process_group
