@@ -155,9 +155,11 @@ class Channel:
     Args:
         sock: the connection.
         rank: this worker's.
+        is_elastic: ranks may come and go, and another membership of the job follows one that has failed.
 
     Attributes:
         socket: the connection.
+        is_elastic: as given.
         clocks: of this worker's operations.
         failure: why the job is over for this worker, or None.
         told: the daemon has told that; else it is gone, or silent.
@@ -166,8 +168,9 @@ class Channel:
         trace: records the events of this channel.
     """
 
-    def __init__(self, sock: socket.socket, rank: int) -> None:
+    def __init__(self, sock: socket.socket, rank: int, is_elastic: bool = False) -> None:
         self.socket = sock
+        self.is_elastic = is_elastic
         self.clocks = Clocks(0)
         self.failure: str | None = None
         self.told = False

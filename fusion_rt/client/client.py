@@ -28,6 +28,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Flush, Kind
 from fusion_rt.tracing.recorder import Instrument
 
+LEFT = "fusion_rt has been shut down on this rank"  # why operations fail that a worker has under way when it leaves
 _SUBMITTED = int(Kind.SUBMITTED)  # see `channel.py`
 
 
@@ -73,7 +74,7 @@ class Client:
         self._pid = os.getpid()
         self._formation = formation
         sock = joining.connect(path, timeout, listened) if previous is None else previous.channel.socket
-        self.channel: Channel = Channel(sock, rank)
+        self.channel: Channel = Channel(sock, rank, is_elastic=formation > 0)
         self.wait, self.poll = self.channel.wait, self.channel.poll
         self.arena = Arena(self._offer, self._drop)
         self.own_memory = OwnMemory(packets.peer_credentials(sock)[0])
@@ -124,12 +125,18 @@ class Client:
     @property
     def is_elastic(self) -> bool:
         """Tells whether ranks may come and go while the job runs."""
-        return self._formation > 0
+        return self.channel.is_elastic
 
     @property
     def joins(self) -> int:
         """Number of times that all ranks have joined."""
         return self.channel.clocks.joins
+
+    def check(self) -> None:
+        """Raises `HorovodInternalError` if the job has failed, or this worker has left it: the connection may be that
+        of another client then."""
+        if self.channel.failure is not None:
+            raise HorovodInternalError(self.channel.failure)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -407,7 +414,8 @@ class Client:
     # --- the arena ----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """Allocates a region of the arena; free it with `arena.free`."""
+        """Allocates a region of the arena; free it with `arena.free`. Raises as `check`."""
+        self.check()
         return self.arena.allocate(nbytes)
 
     def plan_segment(self, plan: wire.Plan, nbytes: int = 0) -> tuple[int, Segment]:
@@ -440,7 +448,7 @@ class Client:
             except (HorovodInternalError, OSError):
                 returnable = False  # the daemon is gone already
         self.channel.told = False  # else it would be said again
-        self.channel.leave("fusion_rt has been shut down on this rank")
+        self.channel.leave(LEFT)
         self.adoptions.close()
         self.arena.close()
         return returnable

@@ -6,8 +6,9 @@ script imports `fusion_rt.dist`, which registers too.)
 
 `process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
 operations of the daemon, and `inner.py` leaves those of GPUs on one node to NCCL; `work.py` has operations under way,
-`completion.py` their futures, and `reducer_waits.py` records waits for these; `flight_record.py` has the last ones
-for torch's analyser, and `flight_dumps.py` writes them to files.
+`completion.py` their futures, and `reducer_waits.py` records waits for these; `failing.py` has their error, and
+`renewal.py` makes groups anew in elastic jobs; `flight_record.py` has the last ones for torch's analyser, and
+`flight_dumps.py` writes them to files.
 
 `hooks/` is for gradients of DDP and FSDP2, and for local steps over both. `variables.py` is for launchers that do not
 set torchrun's.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fusion_rt.dist.hooks.fsdp import ReplicatedShards, fully_shard_in_arena
     from fusion_rt.dist.hooks.outer import local_steps
     from fusion_rt.dist.membership import dump_flight_record
+    from fusion_rt.dist.renewal import renew_process_group
 
 __all__ = [
     "DDPGradients",
@@ -37,6 +39,7 @@ __all__ = [
     "fully_shard_in_arena",
     "local_steps",
     "register",
+    "renew_process_group",
 ]
 
 BACKEND = "fusion"
@@ -50,6 +53,7 @@ _MODULES = {
     "dump_flight_record": "membership",
     "fully_shard_in_arena": "hooks.fsdp",
     "local_steps": "hooks.outer",
+    "renew_process_group": "renewal",
 }
 
 
@@ -74,23 +78,26 @@ def _meet_without_variables() -> None:
         return
 
     def by_variables_or_launcher(url: str, *args: Any, **options: Any) -> Iterator[Any]:
-        _set_missing_variables(url)
-        yield from by_variables(url, *args, **options)
+        found = by_variables(url, *args, **options)
+        if _is_launchers(url):
+            from fusion_rt.dist.variables import meet
+
+            yield meet(found)
+        yield from found
 
     handlers["env"] = by_variables_or_launcher
 
 
-def _set_missing_variables(url: str) -> None:
-    """Sets torchrun's variables if torch lacks one for this URL, and a launcher has started this worker."""
+def _is_launchers(url: str) -> bool:
+    """Tells whether this worker's launcher has to be asked for torchrun's variables: torch lacks one for this URL, or
+    they came from there before."""
     given = {name.upper() for name in parse_qs(urlparse(url).query)}
     if all(os.environ.get(name) or name in given for name in _FOR_TORCH):
-        return
+        variables = sys.modules.get(f"{__name__}.variables")
+        return variables is not None and variables.are_ours()
     from fusion_rt.launchers import environment
 
-    if not environment.detect().is_alone:
-        from fusion_rt.dist.variables import set_variables
-
-        set_variables()
+    return not environment.detect().is_alone
 
 
 def _create(options: Any, backend_options: Any) -> Any:

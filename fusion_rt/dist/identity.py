@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fusion_rt.dist.inner import InnerGroup
 from fusion_rt.dist.membership import JoinedGroup
+from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import Memory
 
 _Base: Any = dist.ProcessGroup  # whose overloads torch's stubs give for its own callers
@@ -46,6 +47,10 @@ class GroupIdentity(_Base):  # type: ignore[misc]
 
     getRank = rank
     getSize = size
+
+    def is_of(self, here: Runtime) -> bool:
+        """Tells whether the group belongs to a membership."""
+        return self._opened.here is here
 
     def name(self) -> str:
         """Returns the name of the backend."""

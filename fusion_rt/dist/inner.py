@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from fusion_rt import wire
+from fusion_rt.dist.failing import CollectiveError
 from fusion_rt.dist.membership import JoinedGroup
 from fusion_rt.dist.submission import Collective, Submission, signature_for
-from fusion_rt.dist.work import CollectiveError, FusionWork, LazyFuture, devices_of
+from fusion_rt.dist.work import FusionWork, LazyFuture, devices_of
 from fusion_rt.launchers.entries import name_ranks
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import device
@@ -55,7 +56,8 @@ class InnerGroup:
         wanted = Settings.from_env().node_reduction
         self._kind = "nccl" if wanted == "auto" else wanted
         self._wanted, self._opened, self._seconds = wanted, opened, seconds
-        self._on = _DEVICES.get(self._kind, "") if opened.size > 1 else ""  # kind of device; empty: it is not for any
+        # Kind of device; empty: it is not for any. NCCL does not notice a lost rank, without which elastic jobs go on.
+        self._on = _DEVICES.get(self._kind, "") if opened.size > 1 and not opened.here.client.is_elastic else ""
         self._connecting = threading.Lock()
         self._whole: Any = None  # torch's group of all members, where they are on one node
         self._lane: Lane | None = None  # where they are on several

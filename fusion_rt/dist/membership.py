@@ -5,31 +5,38 @@ store that torch has opened, however the script was started, and each node's fir
 `hvd.init()` has joined already, or does afterwards, there is one job for both.
 
 Every process group is a group of the daemon's, which only its members know. All of them have opened it before any of
-them uses it: they count in the store.
+them uses it: they count in the store. Groups end with the membership in which they were made: in an elastic job another
+one follows, with groups of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.dist.completion import Completer
+from fusion_rt.dist.failing import CollectiveError, explained, heed
 from fusion_rt.dist.flight_dumps import FlightDumps
 from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.launchers import environment
 from fusion_rt.launchers.entries import name_ranks
 from fusion_rt.launchers.environment import Environment
 from fusion_rt.launchers.meeting import Meeting
+from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import basics
 from fusion_rt.torch.core.recording import ScriptSteps
@@ -37,6 +44,7 @@ from fusion_rt.torch.core.rendezvous import TorchStore
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, leave, runtime
 
 _SCOPE = "fusion"  # first part of the keys in torch's store
+_SLICE = 1.0  # seconds of one wait in a store, which nobody can end
 
 
 class Member:
@@ -56,9 +64,12 @@ class Member:
         self.groups: set[JoinedGroup] = set()
         self._steps = ScriptSteps(here.trace)
         self._joined = joined  # by this module, and not by hvd.init
+        self._excepthook = sys.excepthook  # init_process_group puts another one around it
 
     def leave(self) -> None:
         """Leaves the job, if this module has joined it."""
+        if getattr(sys.excepthook, "__qualname__", "").startswith(dist.init_process_group.__name__):
+            sys.excepthook = self._excepthook
         self.dumps.close()
         self._steps.close()
         if self._joined and is_initialized() and runtime() is self.here:
@@ -162,6 +173,7 @@ def open_group(
 
     Raises:
         FusionError: not all members came in time, or this worker has another place in the job than the script says.
+        CollectiveError: the job has failed meanwhile, or its membership in an elastic job.
     """
     member = _joined(store, rank, size, timeout) if not ranks else _member_of_job()
     try:
@@ -170,6 +182,7 @@ def open_group(
         if not member.groups:
             _forget(member)
             member.leave()
+            forget_name()
         raise
 
 
@@ -177,35 +190,82 @@ def _opened(
     member: Member, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta
 ) -> JoinedGroup:
     """Opens a group together with its other members, as one of which this worker counts itself in the store."""
-    client, size = member.here.client, len(ranks)
-    scope = f"{_SCOPE}/{client.job}/group"
-    number = (store.add(f"{scope}.openings", 1) - 1) // size  # a store may outlive the group, and serve one like it
-    scope = f"{scope}.{number}"
-    store.set(f"{scope}.{rank}", "coming")
-    if rank == 0:
-        store.set(f"{scope}.key", secrets.token_hex(8))
-    _await(store, f"{scope}.key", scope, name, ranks, timeout)
-    key = f"{name}.{store.get(f'{scope}.key').decode()}"
-    opened = JoinedGroup(member, client.open_group(key, ranks), rank, ranks, store, scope)
+    client = member.here.client
+    meeting = _Meeting(store, f"{_SCOPE}/{client.job}/{client.welcome.epoch}/group", name, rank, ranks, timeout)
     try:
-        if store.add(f"{scope}.members", 1) == size:
-            store.set(f"{scope}.complete", "yes")
-        _await(store, f"{scope}.complete", scope, name, ranks, timeout)
-    except BaseException:
-        opened.close()
+        client.check()
+        key = heed(client, meeting.agree)
+        opened = JoinedGroup(member, client.open_group(f"{name}.{key}", ranks), rank, ranks, store, meeting.scope)
+        try:
+            heed(client, meeting.complete)
+        except BaseException:
+            opened.close()
+            raise
+    except CollectiveError:
         raise
+    except HorovodInternalError as error:
+        raise CollectiveError(explained(client.channel, str(error))) from None
+    finally:
+        meeting.is_over = True
     return opened
 
 
-def _await(store: Store, key: str, scope: str, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Waits for a key in the store, which the last member or the first one sets."""
-    try:
-        store.wait([key], timeout)
-    except RuntimeError as error:
-        missing = [ranks[position] for position in range(len(ranks)) if not store.check([f"{scope}.{position}"])]
-        who = f"{name_ranks(missing)} did not come" if missing else "not all members got further"
-        raise FusionError(f"process group {name!r} was not opened within {timeout.total_seconds():g} s: {who} "
-                          f"({str(error).partition(chr(10))[0]})") from None  # fmt: skip
+class _Meeting:
+    """The members of a group that open it, in the store. It waits for them; on a thread, so that somebody can look at
+    the job meanwhile.
+
+    Args:
+        store, name, rank, ranks, timeout: see `open_group`.
+        scope: of the keys of such groups.
+
+    Attributes:
+        scope: of this group's keys, once members have agreed.
+        is_over: nobody waits for the answer any more.
+    """
+
+    def __init__(
+        self, store: Store, scope: str, name: str, rank: int, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
+        self.scope = scope
+        self.is_over = False
+        self._store, self._name, self._rank, self._ranks, self._timeout = store, name, rank, ranks, timeout
+
+    def agree(self) -> str:
+        """Returns the first member's choice of a text that no other group has."""
+        store, size = self._store, len(self._ranks)
+        number = (store.add(f"{self.scope}.openings", 1) - 1) // size  # a store may outlive the group
+        self.scope = f"{self.scope}.{number}"
+        store.set(f"{self.scope}.{self._rank}", "coming")
+        if self._rank == 0:
+            store.set(f"{self.scope}.key", secrets.token_hex(8))
+        self._await(f"{self.scope}.key")
+        return store.get(f"{self.scope}.key").decode()
+
+    def complete(self) -> None:
+        """Returns when all members have opened it."""
+        if self._store.add(f"{self.scope}.members", 1) == len(self._ranks):
+            self._store.set(f"{self.scope}.complete", "yes")
+        self._await(f"{self.scope}.complete")
+
+    def _await(self, key: str) -> None:
+        """Waits for a key, which the last member or the first one sets."""
+        seconds = self._timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        while not self.is_over:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait([key], timedelta(seconds=max(min(left, _SLICE), 0.001)))
+            except DistNetworkError:
+                raise
+            except RuntimeError as error:
+                if left > _SLICE:
+                    continue
+                ranks, store = self._ranks, self._store
+                missing = [ranks[at] for at in range(len(ranks)) if not store.check([f"{self.scope}.{at}"])]
+                who = f"{name_ranks(missing)} did not come" if missing else "not all members got further"
+                raise FusionError(f"process group {self._name!r} was not opened within {seconds:g} s: {who} "
+                                  f"({str(error).partition(chr(10))[0]})") from None  # fmt: skip
+            return
 
 
 def _member_of_job() -> Member:
@@ -215,9 +275,29 @@ def _member_of_job() -> Member:
     return _member
 
 
+def forget_name() -> None:
+    """Has the next default group the name that it would have had if another one had not failed to come about: names
+    are numbers, and have to be the same on ranks where none has failed."""
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
+
+
+def check_place() -> None:
+    """Raises `FusionError` if this worker's job is elastic, and it has not come to its training function."""
+    agent = elastic.agent()
+    if agent is not None and not agent.trains:
+        raise FusionError(
+            "this job of fusionrun is elastic, and a process group has the ranks of one membership of it: call "
+            "fusion_rt.dist.renew_process_group() or init_process_group in the function of hvd.elastic.run, or in a "
+            "step of hvd.elastic.Manager, which make it anew after each change (docs/torch-distributed.md); or start "
+            "the job without --min-np and --host-discovery-script"
+        )
+
+
 def _joined(store: Store, rank: int, size: int, timeout: timedelta) -> Member:
     """Returns this worker's membership of the job of all workers, which it joins if it has not yet."""
     global _member
+    check_place()
     before = is_initialized()
     if not before:
         where = _place(rank, size)
@@ -227,6 +307,10 @@ def _joined(store: Store, rank: int, size: int, timeout: timedelta) -> Member:
         hosts, address = _server_of(store)
         basics.join(where, settings, open_store=lambda *_: TorchStore(store, hosts, address))
     here = runtime()
+    if here.client.is_elastic:
+        # A DDP module over a group of an earlier membership may be in a circle of references, and does not expect the
+        # backward passes of the next one: it would take part in them.
+        gc.collect()
     if (here.rank, here.size) != (rank, size):
         raise FusionError(
             f"this worker is rank {here.rank} of {here.size} in the job that hvd.init() has joined, and rank {rank} of "

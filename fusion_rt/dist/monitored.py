@@ -10,9 +10,10 @@ from itertools import count
 
 import torch
 
+from fusion_rt.dist.failing import CollectiveError
 from fusion_rt.dist.membership import JoinedGroup
 from fusion_rt.dist.submission import AwaitedMessage, SentMessage, Submission
-from fusion_rt.dist.work import CollectiveError, FusionWork
+from fusion_rt.dist.work import FusionWork
 
 TAGS = 1 << 47  # from here on; scripts have those below
 
@@ -53,10 +54,17 @@ class MonitoredBarriers:
         try:
             self._wait([self._sent(0, tag, seconds), self._awaited(0, tag + 1, seconds)])
         except CollectiveError as error:
+            if self._is_over:
+                raise
             raise CollectiveError(
                 f"Rank {mine} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
                 f"from rank 0: {error}. The error of rank 0 names the missing ranks."
             ) from error
+
+    @property
+    def _is_over(self) -> bool:
+        """True if the job has failed, which says who is missing."""
+        return self._opened.here.client.channel.failure is not None
 
     def _missing(self, awaited: Iterable[tuple[int, Submission]], name_all: bool) -> list[int]:
         """Returns who has not come in time."""
@@ -65,6 +73,8 @@ class MonitoredBarriers:
             try:
                 self._wait([part])
             except CollectiveError:
+                if self._is_over:
+                    raise
                 found.append(position)
                 if not name_all:
                     break

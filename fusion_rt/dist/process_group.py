@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fusion_rt import wire
 from fusion_rt.dist import membership
 from fusion_rt.dist.arguments import Members, check_alike, checked_tag, combination, only, only_list, pairs, some
+from fusion_rt.dist.failing import CollectiveError
 from fusion_rt.dist.identity import GroupIdentity
 from fusion_rt.dist.inner import LaneWork
 from fusion_rt.dist.monitored import MonitoredBarriers
@@ -31,7 +32,7 @@ from fusion_rt.dist.submission import (
     moved_as,
     signature_for,
 )
-from fusion_rt.dist.work import CollectiveError, FusionWork
+from fusion_rt.dist.work import FusionWork
 from fusion_rt.torch.core.tensors import dtype_name
 
 _NO_TIMEOUT = timedelta(0)

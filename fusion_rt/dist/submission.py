@@ -19,6 +19,8 @@ import torch
 from fusion_rt import wire
 from fusion_rt.client import Operation
 from fusion_rt.client.adoption import Use
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.dist.failing import CollectiveError, explained
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import DTYPE_NAMES, Memory, contents, copy_in, fill, over, place_of, received
@@ -83,11 +85,14 @@ class Submission:
         if self.watcher is not None:
             self.watcher()
 
-    def _give_up(self) -> None:
-        """It could not be submitted, and nothing will end it."""
+    def _given_up(self, here: Runtime, error: BaseException) -> BaseException:
+        """Returns what to raise because of an error by which it could not be submitted; nothing will end it."""
         for use in self._uses:
             use.end(is_complete=False)
         self._uses = []
+        if isinstance(error, HorovodInternalError):
+            return CollectiveError(explained(here.client.channel, str(error)))
+        return error
 
     def _place_of(
         self, here: Runtime, tensors: Sequence[torch.Tensor], written: bool
@@ -155,9 +160,8 @@ class Collective(Submission):
         super().__init__(outputs)
         try:
             self._submit(here, signature, inputs, outputs, in_place, splits, receives, seconds)
-        except BaseException:
-            self._give_up()
-            raise
+        except BaseException as error:
+            raise self._given_up(here, error) from None
 
     def _submit(
         self,
@@ -170,6 +174,7 @@ class Collective(Submission):
         receives: tuple[int, ...],
         seconds: float,
     ) -> None:
+        here.client.check()
         inline = place = into = None
         large = not in_place and _nbytes_of(outputs) > wire.MAX_INLINE
         if large:
@@ -227,11 +232,12 @@ class SentMessage(Submission):
         super().__init__()
         nbytes = tensor.nbytes
         inline = place = None
-        if nbytes <= wire.MAX_INLINE:
-            inline = contents(tensor)
-        else:
-            place = self._place_of(here, [tensor], False) or self._staged(here, nbytes, [tensor])
         try:
+            here.client.check()
+            if nbytes <= wire.MAX_INLINE:
+                inline = contents(tensor)
+            else:
+                place = self._place_of(here, [tensor], False) or self._staged(here, nbytes, [tensor])
             operation = here.client.messages.send_to(
                 group,
                 rank,
@@ -243,9 +249,8 @@ class SentMessage(Submission):
                 release=self._ended,
                 keeps=tensor,
             )
-        except BaseException:
-            self._give_up()
-            raise
+        except BaseException as error:
+            raise self._given_up(here, error) from None
         self.about = operation.about
         if operation.handle == 0:  # it is away
             self.end()
@@ -267,17 +272,17 @@ class AwaitedMessage(Submission):
     ) -> None:
         super().__init__([tensor])
         self._nbytes = nbytes = tensor.nbytes
-        place = None if nbytes <= wire.MAX_INLINE else self._place_of(here, [tensor], True)
-        self._is_there = place is not None
-        if nbytes > wire.MAX_INLINE and place is None:
-            place = self._staged(here, nbytes, ())
         try:
+            here.client.check()
+            place = None if nbytes <= wire.MAX_INLINE else self._place_of(here, [tensor], True)
+            self._is_there = place is not None
+            if nbytes > wire.MAX_INLINE and place is None:
+                place = self._staged(here, nbytes, ())
             self.about = here.client.messages.receive_from(
                 group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended, keeps=tensor
             ).about
-        except BaseException:
-            self._give_up()
-            raise
+        except BaseException as error:
+            raise self._given_up(here, error) from None
 
     def _deliver(self, operation: Operation) -> None:
         if operation.sizes[1] != self._nbytes:

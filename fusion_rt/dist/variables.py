@@ -2,7 +2,7 @@
 
 `init_process_group` looks for a worker's place, and for the store where all meet, in variables that only torchrun sets.
 Under `fusionrun`, `mpirun` and `srun` the workers join their job first, and rank 0 serves the store, on a port that is
-free.
+free. In an elastic job each membership has a store of its own, and variables of its own.
 
 The launcher does not set them: it would have to know a free port of another host, and Accelerate, Transformers and
 Lightning would take scripts that call `hvd.init()` for scripts of torchrun.
@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import fusion_rt.torch as hvd
-from fusion_rt.core.errors import FusionError
+from fusion_rt.client import Client
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.dist.failing import CollectiveError, explained, heed
+from fusion_rt.dist.membership import check_place, forget_name
 from fusion_rt.host.address import address_towards
 from fusion_rt.host.ports import listen_in
 from fusion_rt.launchers import environment
-from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core.runtime import runtime
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_store: TCPStore | None = None  # on rank 0, as long as this process runs: process groups come and go
+_store: TCPStore | None = None  # on rank 0: process groups come and go
+_set: Mapping[str, str] = {}  # what was set
+_client: Client | None = None  # of the membership for which it was
 
 
 def set_variables() -> None:
@@ -34,18 +40,20 @@ def set_variables() -> None:
     To be called by all workers, before anything that looks at the variables. A second call changes nothing.
 
     Raises:
-        FusionError: the job could not be joined (as `hvd.init()`), or it is elastic: the members of a process group
-            cannot change.
+        FusionError: the job could not be joined (as `hvd.init()`), or it is elastic, and this worker has not come to
+            its training function.
+        HorovodInternalError: the job has failed, or its membership in an elastic job.
     """
+    global _set, _client
     if not _needed():
         return
-    if elastic.agent() is not None:
-        raise FusionError("the members of a process group cannot change, and this job of fusionrun is elastic: start "
-                          "it without --min-np and --host-discovery-script, or with torchrun")  # fmt: skip
+    check_place()
     hvd.init()
     address, port = hvd.broadcast_object(_serve() if hvd.rank() == 0 else None, name="fusion_rt.integrations.store")
     place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), address, port)
-    os.environ.update(zip(_NAMES, map(str, place), strict=True))
+    _client = runtime().client
+    _set = dict(zip(_NAMES, map(str, place), strict=True))
+    os.environ.update(_set)
     os.environ["GROUP_RANK"] = str(runtime().client.welcome.node)
     # All of them, rank 0 too, are clients of a store that is served already, as that of torchrun's agent is.
     os.environ["TORCHELASTIC_RUN_ID"] = runtime().client.job
@@ -54,10 +62,37 @@ def set_variables() -> None:
 
 
 def _needed() -> bool:
-    """Tells whether the variables are missing, or may be those of a torchrun that has started this launcher."""
+    """Tells whether the variables are missing, or of another membership of an elastic job, or may be those of a
+    torchrun that has started this launcher."""
+    if are_ours() and _client is not None and _client.is_elastic:
+        return not hvd.is_initialized() or runtime().client is not _client
     if _store is not None or os.environ.get("TORCHELASTIC_RUN_ID", "") == _job():
         return False
     return bool(environment.detect().socket) or not all(os.environ.get(name) for name in _NAMES)
+
+
+def are_ours() -> bool:
+    """Tells whether the variables are those that `set_variables` has set."""
+    return bool(_set) and all(os.environ.get(name) == value for name, value in _set.items())
+
+
+def meet(by_variables: Iterator[Any]) -> Any:
+    """Sets the variables if they are missing, and returns what a generator of torch has of them first: a store, this
+    worker's rank, and the number of ranks.
+
+    Raises:
+        FusionError: as `set_variables`.
+        CollectiveError: the job has failed, or its membership in an elastic job.
+        What the generator raises.
+    """
+    try:
+        set_variables()
+        return heed(runtime().client, lambda: next(by_variables)) if hvd.is_initialized() else next(by_variables)
+    except BaseException as error:
+        forget_name()
+        if isinstance(error, HorovodInternalError) and not isinstance(error, CollectiveError):
+            raise CollectiveError(explained(runtime().client.channel, str(error))) from None
+        raise
 
 
 def _job() -> str | None:

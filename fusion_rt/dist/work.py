@@ -15,15 +15,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.dist import profiling
 from fusion_rt.dist.completion import Completer
+from fusion_rt.dist.failing import CollectiveError, explained
 from fusion_rt.dist.flight_record import RecordedOperation
 from fusion_rt.dist.submission import Submission
-
-
-class CollectiveError(HorovodInternalError, dist.DistBackendError):
-    """An operation of a process group has failed; the text says why, and on which rank."""
 
 
 class FusionWork(dist.Work):
@@ -167,12 +163,14 @@ class FusionWork(dist.Work):
         )
 
     def _error(self) -> str | None:
-        return next((part.error for part in self._parts if part.error is not None), None)
-
-    def _raise(self) -> None:
         for part in self._parts:
             if part.error is not None:
-                raise CollectiveError(part.error)
+                return explained(self._completer.channel, part.error)
+        return None
+
+    def _raise(self) -> None:
+        if (error := self._error()) is not None:
+            raise CollectiveError(error)
 
 
 class _Failure:

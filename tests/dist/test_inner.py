@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusion_rt.dist.work import CollectiveError
+from fusion_rt.dist.failing import CollectiveError
 from fusion_rt.torch.node.groups import Gloo
 from tests.harness import Job
 

@@ -302,7 +302,7 @@ def _functional(rank: int, size: int) -> None:
 
 
 def _errors(rank: int, size: int) -> None:
-    from fusion_rt.dist.work import CollectiveError
+    from fusion_rt.dist.failing import CollectiveError
 
     group = dist.group.WORLD
     assert group is not None

@@ -36,7 +36,11 @@ class Here:
         arena = Arena(self._offered, self.dropped.append)
         own = SimpleNamespace(may_take=lambda nbytes: False)
         self.client = SimpleNamespace(
-            arena=arena, adoptions=Adoptions(arena, True), own_memory=own, allocate=arena.allocate
+            arena=arena,
+            adoptions=Adoptions(arena, True),
+            own_memory=own,
+            allocate=arena.allocate,
+            check=lambda: None,
         )
 
     def _offered(self, number: int, segment: Segment, plan: int) -> None:

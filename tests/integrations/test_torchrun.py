@@ -76,9 +76,9 @@ def test_workers_of_mpirun_find_each_other(runtime_dir: Path, tmp_path: Path) ->
     assert logs(runtime_dir) == {}
 
 
-def test_an_elastic_job_is_refused(runtime_dir: Path, tmp_path: Path) -> None:
+def test_an_elastic_job_is_refused_outside_of_its_function(runtime_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "fusion_rt.runner", "-np", "1", "--min-np", "1", "--reset-limit", "1"]
     done = run(*command, *forks.interpreter(forks.WORKER), tmp_path / "script.py", cwd=HERE)
     assert done.returncode != 0
-    assert "the members of a process group cannot change, and this job of fusionrun is elastic" in done.stderr
+    assert "this job of fusionrun is elastic, and a process group has the ranks of one membership of it" in done.stderr

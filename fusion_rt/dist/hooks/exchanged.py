@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fusion_rt.dist.hooks.sets import process_set_of
+from fusion_rt.dist.hooks.sets import check_fixed, process_set_of
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.optimizer import check_codec
 from fusion_rt.torch.sync.handed import (
@@ -35,10 +35,11 @@ class ExchangedGradients:
         exchange: does it; None before the first step.
 
     Raises:
-        ValueError: the codec cannot be used.
+        ValueError: the codec cannot be used, or the job is elastic.
     """
 
     def __init__(self, codec: Any, process_set: ProcessSet | None, optimizer: Optimizer | None) -> None:
+        check_fixed()
         self.exchange: HandedOver | None = None
         self._codec, self._process_set = codec_text(codec), process_set
         self._optimizer = optimizer

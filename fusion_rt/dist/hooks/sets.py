@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from fusion_rt.local import elastic
 from fusion_rt.torch.core.process_sets import (
     ProcessSet,
     add_process_set,
@@ -24,7 +25,7 @@ def process_set_of(group: dist.ProcessGroup | None) -> ProcessSet:
         group: None stands for the default group.
 
     Raises:
-        ValueError: this worker is in no job, or its rank there is not that in the default group.
+        ValueError: this worker is in no job, or in an elastic one, or its rank there is not that in the default group.
         HorovodInternalError: the ranks do not agree; on all of them.
     """
     check_job()
@@ -32,8 +33,20 @@ def process_set_of(group: dist.ProcessGroup | None) -> ProcessSet:
     return global_process_set if len(members) == runtime().size else _registered(members)
 
 
+def check_fixed() -> None:
+    """Raises `ValueError` in an elastic job."""
+    if elastic.agent() is not None:
+        raise ValueError(
+            "hooks with a codec and local steps of torch's data parallelism (fusion_rt.dist) do not go with an elastic "
+            "job of fusionrun: their residuals and outer optimizers belong to the ranks of one membership. Use DDP "
+            "without them, or hvd.DistributedOptimizer(compression=..., algorithm=...) with hvd.elastic.TorchState, "
+            "which carries its own along (docs/torch-distributed.md)"
+        )
+
+
 def check_job() -> None:
-    """Raises `ValueError` unless the default group is this worker's job."""
+    """Raises `ValueError` unless the default group is this worker's job, and its ranks do not change."""
+    check_fixed()
     if not dist.is_initialized() or not is_initialized():
         raise ValueError(
             'this needs a process group and a job of fusion_rt: call init_process_group("fusion") before, or '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.elastic.survival import Survival, move
 
 _log = logging.getLogger("fusion_rt.elastic")
+_CARRIED = re.compile(r"\b(?:CollectiveError|HorovodInternalError): (.*)", re.DOTALL)
 
 
 class Passage:
@@ -76,10 +78,25 @@ class Passage:
         self._state.restore()
 
 
+def interruption_of(error: RuntimeError) -> HorovodInternalError | HostsUpdatedInterrupt:
+    """Returns why the training is interrupted, if an error says that: itself, or what its text tells of. Where C++ has
+    called an operation, as DDP's reducer does, torch keeps nothing of the operation's error but the text.
+
+    Raises:
+        The error: it is another one.
+    """
+    if isinstance(error, (HorovodInternalError, HostsUpdatedInterrupt)):
+        return error
+    if found := _CARRIED.search(str(error)):
+        return HorovodInternalError(found[1].partition("\n\nAt:\n")[0])  # where pybind11 has put the traceback
+    raise error
+
+
 def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection, *args: Any, **kwargs: Any) -> Any:
     """Calls the training function, anew in each membership epoch, until it returns; returns its result.
 
-    Exceptions of the function other than `HorovodInternalError` and `HostsUpdatedInterrupt` are not caught.
+    Exceptions of the function other than `HorovodInternalError` and `HostsUpdatedInterrupt`, or what torch has made of
+    these (`interruption_of`), are not caught.
 
     Raises:
         SystemExit: there is no place for this worker any more.
@@ -91,5 +108,5 @@ def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection
             passage.enter()
             with passage.survival:
                 return func(state, *args, **kwargs)
-        except (HorovodInternalError, HostsUpdatedInterrupt) as interruption:
-            passage.leave(interruption)
+        except RuntimeError as error:
+            passage.leave(interruption_of(error))

@@ -11,7 +11,7 @@ import torch.utils.data
 
 from fusion_rt.core.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.local import elastic
-from fusion_rt.torch.elastic.loop import Passage
+from fusion_rt.torch.elastic.loop import Passage, interruption_of
 from fusion_rt.torch.elastic.sampler import ElasticSampler
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.sync.exchanges import exchanges
@@ -144,11 +144,10 @@ class Manager:
             yield step
             if step.counts:
                 self._record()
-        except HorovodInternalError as error:
-            step._is_interrupted = True
-            self._interrupt(error)
-        except HostsUpdatedInterrupt as change:
-            self._interrupt(change)
+        except RuntimeError as error:
+            interruption = interruption_of(error)
+            step._is_interrupted = isinstance(interruption, HorovodInternalError)
+            self._interrupt(interruption)
 
     def _record(self) -> None:
         """Notes that a step was taken, and commits if it is time to."""

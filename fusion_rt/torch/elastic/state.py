@@ -25,6 +25,7 @@ from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.parameters import shard_of
 from fusion_rt.torch.sync.wrapped import Wrapped
 
 
@@ -415,11 +416,28 @@ class _OptimizerHandler(_Handler):
         broadcast_optimizer_state(self.value, root_rank=root)
 
 
+def _check_module(module: torch.nn.Module) -> None:
+    """Raises `ValueError` if a module is not the same on all ranks, or belongs to a process group."""
+    if elastic.agent() is not None and isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "a DDP module belongs to a process group, and so to one membership of an elastic job: give the state the "
+            "module that is in it, and make DDP anew in the training function (docs/torch-distributed.md)"
+        )
+    for name, parameter in module.named_parameters():
+        if shard_of(parameter) is not parameter:
+            raise ValueError(
+                f"the parameter {name!r} is a DTensor, of which each rank has a part, as after fully_shard; "
+                "a state has to be the same on all ranks, since a lost rank takes its part with it: shard models in a "
+                "job that is not elastic, and write checkpoints"
+            )
+
+
 def _handler_of(value: Any) -> _Handler | DistributedHandler | None:
     """Returns the handler that saves and syncs a value; None for one that is treated as a plain object."""
     if isinstance(value, Wrapped):
         return DistributedHandler(value)
     if isinstance(value, torch.nn.Module):
+        _check_module(value)
         return _ModelHandler(value)
     if isinstance(value, torch.optim.Optimizer):
         return _OptimizerHandler(value)

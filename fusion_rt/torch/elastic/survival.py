@@ -31,6 +31,7 @@ from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.synchroniser import enter_all, everyone
 from fusion_rt.torch.sync.when import Outcome, ShardClock, When
+from fusion_rt.wire import is_group
 
 _log = logging.getLogger("fusion_rt.elastic")
 _ALL = (1 << 48) - 1  # a clock after all contributions
@@ -211,9 +212,10 @@ class Survival:
         lasting = [one for one in process_sets.by_rule() if one.process_set_id not in trained]
         can_last = {GLOBAL_SET, *(one.process_set_id for one in lasting)}
         if made := [known for known in runtime().client.process_sets if known not in can_last]:
+            what = "a process group of torch.distributed" if is_group(made[0]) else f"process set {made[0]}"
             raise HorovodInternalError(
-                f"{str(error).splitlines()[0]} (and in place no rank can go on: process set {made[0]} is one of ranks "
-                "that there were, which the script has to make anew)"
+                f"{str(error).splitlines()[0]} (and in place no rank can go on: {what} is one of ranks that there "
+                "were, which the script has to make anew)"
             ) from error
         why, daemon = error, runtime().where.socket
         while True:
