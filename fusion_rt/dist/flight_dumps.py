@@ -14,6 +14,7 @@ import pickle
 import stat
 import threading
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +34,7 @@ _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _DEFAULT = "~/.cache/torch/comm_lib_trace_rank_"
 _WAIT = timedelta(hours=1)  # of one question to the store
+_ANSWER_S = 10.0  # for the store to answer; on the host of a rank that has been lost, perhaps, which does not any more
 _END_S = 30.0  # for a thread to end; it may be writing, on a busy machine
 _END = b"\0"  # ends the thread that reads the pipe
 
@@ -42,18 +44,18 @@ class FlightDumps:
 
     Args:
         store: of the group of all.
-        job: the job's name.
+        membership: text that no other membership of a job has, since a store may outlive one.
         rank, size: of this worker in the job.
 
     Attributes:
         recorder: records operations, as many as torch's variables say; none if they say nothing.
     """
 
-    def __init__(self, store: Store, job: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store, membership: str, rank: int, size: int) -> None:
         self._place, pipe = _value(_PLACES), os.environ.get(_PIPE)
         self.recorder = FlightRecorder(_buffer_size(bool(self._place or pipe)))
         self._store = store
-        self._scope = f"fusion/{job}/flight"
+        self._scope = f"fusion/{membership}/flight"
         self._rank, self._size = rank, size
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -100,11 +102,26 @@ class FlightDumps:
             self.write()
         except OSError as error:  # the operation's own error is more important
             warnings.warn(f"no flight record: {error}", stacklevel=2)
-        with contextlib.suppress(RuntimeError):  # the store is gone, and whoever served it
-            if self._store.add(f"{self._scope}.failures", 1) == 1:
-                for rank in range(self._size):
-                    self._store.set(f"{self._scope}.{rank}", "write")
-                self._store.check([f"{self._scope}.failures"])  # the answer says that all above has arrived
+        self._ask_store(self._tell_all)
+
+    def _tell_all(self) -> None:
+        """Has all ranks write theirs, unless another one has."""
+        if self._store.add(f"{self._scope}.failures", 1) == 1:
+            for rank in range(self._size):
+                self._store.set(f"{self._scope}.{rank}", "write")
+            self._store.check([f"{self._scope}.failures"])  # the answer says that all above has arrived
+
+    @staticmethod
+    def _ask_store(ask: Callable[[], object]) -> None:
+        """Calls a function that asks the store, whose host may be gone, and then perhaps does not answer."""
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and whoever served it
+                ask()
+
+        asking = threading.Thread(target=call, name="fusion-flight-word", daemon=True)
+        asking.start()
+        asking.join(_ANSWER_S)
 
     def close(self) -> None:
         """Ends the threads, once they have done what they were asked for."""
@@ -115,8 +132,7 @@ class FlightDumps:
         if self._pipe >= 0:
             os.write(self._pipe, _END)
         if self._threads:
-            with contextlib.suppress(RuntimeError):
-                self._store.compare_set(f"{self._scope}.{self._rank}", "", "end")
+            self._ask_store(lambda: self._store.compare_set(f"{self._scope}.{self._rank}", "", "end"))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)

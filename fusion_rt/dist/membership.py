@@ -60,7 +60,8 @@ class Member:
     def __init__(self, here: Runtime, joined: bool, store: Store) -> None:
         self.here = here
         self.completer = Completer(here.client.channel)
-        self.dumps = FlightDumps(store, here.client.job, here.rank, here.size)
+        membership = f"{here.client.job}/{here.client.welcome.epoch}"
+        self.dumps = FlightDumps(store, membership, here.rank, here.size)
         self.groups: set[JoinedGroup] = set()
         self._steps = ScriptSteps(here.trace)
         self._joined = joined  # by this module, and not by hvd.init
