@@ -10,16 +10,19 @@ Lightning would take scripts that call `hvd.init()` for scripts of torchrun.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import fusion_rt.torch as hvd
 from fusion_rt.client import Client
-from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.dist.failing import CollectiveError, explained, heed
 from fusion_rt.dist.membership import check_place, forget_name
 from fusion_rt.host.address import address_towards
@@ -81,18 +84,37 @@ def meet(by_variables: Iterator[Any]) -> Any:
     worker's rank, and the number of ranks.
 
     Raises:
-        FusionError: as `set_variables`.
+        FusionError: as `set_variables`; or the job is elastic, and the group is to be of another backend.
         CollectiveError: the job has failed, or its membership in an elastic job.
         What the generator raises.
     """
     try:
         set_variables()
-        return heed(runtime().client, lambda: next(by_variables)) if hvd.is_initialized() else next(by_variables)
+        if not hvd.is_initialized():
+            return next(by_variables)
+        if runtime().client.is_elastic:
+            _check_backend()
+        return heed(runtime().client, lambda: next(by_variables))
     except BaseException as error:
         forget_name()
         if isinstance(error, HorovodInternalError) and not isinstance(error, CollectiveError):
             raise CollectiveError(explained(runtime().client.channel, str(error))) from None
         raise
+
+
+def _check_backend() -> None:
+    """Raises `FusionError` if `init_process_group` is to make a group of another backend. torch does not tell it."""
+    code = inspect.unwrap(dist.init_process_group).__code__
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not code:
+        frame = frame.f_back
+    backend = str(frame.f_locals.get("backend", "fusion")) if frame.f_code is code else "fusion"
+    if backend != "fusion":
+        raise FusionError(
+            f"a process group of the backend {backend} knows nothing of memberships, and this job of fusionrun is "
+            'elastic: its ranks would wait for those that are lost. Use init_process_group("fusion"), or start the job '
+            "without --min-np and --host-discovery-script"
+        )
 
 
 def _job() -> str | None:
@@ -102,11 +124,14 @@ def _job() -> str | None:
 def _serve() -> tuple[str, int]:
     """Serves a store, and returns its host and port."""
     global _store
-    hosts = runtime().client.topology.hosts
-    address = os.environ.get("MASTER_ADDR", "")
+    client = runtime().client
+    # In an elastic job rank 0 moves, and that may be the address of the one before.
+    address = "" if client.is_elastic else os.environ.get("MASTER_ADDR", "")
     if not address:
         interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-        address = "127.0.0.1" if len(hosts) == 1 else address_towards(hosts[1:], (interface,) if interface else ())
+        nodes = enumerate(zip(client.topology.hosts, client.topology.ranks, strict=True))
+        others = [host for node, (host, ranks) in nodes if ranks and node != client.welcome.node]
+        address = address_towards(others, (interface,) if interface else ()) if others else "127.0.0.1"
     _store = listen_in(Settings.from_env().ports, lambda port: _store_at(address, port))
     return address, _store.port
 

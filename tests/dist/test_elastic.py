@@ -259,6 +259,8 @@ def try_all(worker: Worker) -> Any:
     @hvd.elastic.run
     def run(state: Any) -> None:
         calls.append(hvd.size())
+        if hvd.size() == 2:
+            refuse(FusionError, lambda: dist.init_process_group("gloo"))
         renew_process_group()
         if hvd.size() == 2:
             refuse(ValueError, lambda: ddp_hook("topk(density=0.1)"))
@@ -287,9 +289,12 @@ def test_what_cannot_be_right_is_refused_and_a_loss_ends_the_function_where_a_gr
         )
         ((refused, calls),) = job.finish()
     assert calls == [2, 1]
-    early, given, hook, ddp, shard = refused
+    early, given, gloo, hook, ddp, shard = refused
     assert early == given
     assert early.startswith("this job of fusionrun is elastic, and a process group has the ranks of one membership")
+    assert gloo.startswith(
+        "a process group of the backend gloo knows nothing of memberships, and this job of fusionrun"
+    )
     assert "do not go with an elastic job of fusionrun" in hook
     assert ddp.startswith("a DDP module belongs to a process group, and so to one membership of an elastic job")
     assert shard.startswith("the parameter 'weight' is a DTensor")
