@@ -253,13 +253,14 @@ class _Meeting:
         seconds = self._timeout.total_seconds()
         deadline = time.monotonic() + seconds
         while not self.is_over:
-            left = deadline - time.monotonic()
+            began = time.monotonic()
+            left = deadline - began
             try:
                 self._store.wait([key], timedelta(seconds=max(min(left, _SLICE), 0.001)))
             except DistNetworkError:
                 raise
             except RuntimeError as error:
-                if left > _SLICE:
+                if left > _SLICE and time.monotonic() - began > _SLICE / 2:  # else it is no time-out
                     continue
                 ranks, store = self._ranks, self._store
                 missing = [ranks[at] for at in range(len(ranks)) if not store.check([f"{self.scope}.{at}"])]

@@ -111,6 +111,19 @@ def test_other_errors_are_left_alone() -> None:
 # --- in an elastic job ------------------------------------------------------------------------------------------------
 
 
+def test_an_interruption_is_found_in_what_torch_has_made_of_its_error() -> None:
+    own = HostsUpdatedInterrupt()
+    assert loop.interruption_of(own) is own
+    text = "Cannot extract tensors from value: CollectiveError: rank 1 is gone\nadvice\n\nAt:\n  work.py(1): wait\n"
+    found = loop.interruption_of(RuntimeError(text))
+    assert isinstance(found, HorovodInternalError)
+    assert str(found) == "rank 1 is gone\nadvice"
+    other = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as caught:
+        loop.interruption_of(other)
+    assert caught.value is other
+
+
 class Leaving(Recorder):
     """Writes down, too, how membership epochs are left and begun. `trouble`: what handing over and syncing raise."""
 
