@@ -73,8 +73,8 @@ class Layout:
     Attributes:
         dtype: of all elements.
         elements: how many there are; chunks of them are encoded and decoded separately.
-        tensors: ascending, with different names; what lies between them is padding. When left out, all elements are
-            one tensor without a name.
+        tensors: ascending, with different names; what lies between them is padding, zero in gradients and results. When
+            left out, all elements are one tensor without a name.
 
     Raises:
         ValueError: tensors overlap, are not in order, or do not fit in.

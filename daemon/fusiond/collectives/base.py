@@ -273,13 +273,14 @@ class Once:
         return len(self.seen) == self.expected
 
 
-def spoil(outputs: Sequence[Array], dtype: DType) -> None:
-    """Makes all elements (floating) NaN: the result of a step that a gradient which was not finite has spoiled."""
+def spoil(outputs: Sequence[Array], layout: Layout) -> None:
+    """Makes all elements (floating) of tensors NaN: the result of a step that a gradient which was not finite has
+    spoiled. Padding becomes zero, as in every result, for these may be where the next gradients are."""
+    half = {"float16": 0x7E00, "bfloat16": 0x7FC0}
     for output in outputs:
-        if dtype.is_half:
-            output[:] = 0x7E00 if dtype.name == "float16" else 0x7FC0
-        else:
-            output[:] = np.nan
+        output[:] = 0
+        for span in layout.spans:
+            output[span.start : span.end] = half.get(layout.dtype.name, np.nan)
 
 
 def raw(array: Array) -> memoryview:

@@ -119,7 +119,7 @@ class LowRank(Exchange):
     def _undo(self) -> None:
         """Undoes the step: the gradient of some node is not finite. All nodes have the same sum, and so all do this."""
         self._codec.undo(self._values)
-        spoil(self._outputs, self._reducer.dtype)
+        spoil(self._outputs, self._codec.layout)
         self._finish()
 
     def _finish(self) -> None:

@@ -154,7 +154,7 @@ class Compressed(Exchange):
         nodes = self.port.nodes
         if self._spoiled:
             self._codec.undo(self._mine, self._values)
-            spoil(self._outputs, self._reducer.dtype)
+            spoil(self._outputs, self._codec.layout)
         else:
             self._codec.complete(self._outputs, self._reducer.postscale, self._reducer.divisor)
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
