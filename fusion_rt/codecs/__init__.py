@@ -40,7 +40,8 @@ __all__ = [
 _ALL: tuple[type[Codec], ...] = (
     Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK, Demo, Int8, Int4, Int2, OneBit, PowerSGD
 )  # fmt: skip
-CODECS: Registry[Codec] = Registry("codec", "fusion_rt.codecs", Codec, _ALL)  # type: ignore[type-abstract]
+_PARTS = {"bucket": BucketCodec}
+CODECS: Registry[Codec] = Registry("codec", "fusion_rt.codecs", Codec, _ALL, _PARTS)  # type: ignore[type-abstract]
 
 
 def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec:

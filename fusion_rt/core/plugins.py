@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusion_rt.core.errors import FusionError
@@ -34,11 +34,19 @@ class Registry(dict[str, type[_Choice]]):
         group: of the entry points that name others.
         base: from which they are all derived.
         built_in: cannot be replaced.
+        parts: attributes that name the classes they make objects of, and from which these are derived.
     """
 
-    def __init__(self, kind: str, group: str, base: type[_Choice], built_in: Iterable[type[_Choice]]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        base: type[_Choice],
+        built_in: Iterable[type[_Choice]],
+        parts: Mapping[str, type] | None = None,
+    ) -> None:
         super().__init__({each.name: each for each in built_in})  # type: ignore[attr-defined]  # each has a name
-        self.kind, self._group, self._base = kind, group, base
+        self.kind, self._group, self._base, self._parts = kind, group, base, parts or {}
         self._packages: dict[str, str] = {}
 
     def __missing__(self, name: str) -> type[_Choice]:
@@ -58,14 +66,22 @@ class Registry(dict[str, type[_Choice]]):
             and issubclass(found, self._base)
             and dataclasses.is_dataclass(found)
             and found.__dataclass_params__.frozen  # type: ignore[attr-defined]  # it has to be hashable
-            and not inspect.isabstract(found)
             and getattr(found, "name", "") == name
         )
         if not fits:
             raise PluginError(
                 f"{what} is none: its entry point has to name a frozen dataclass derived from {self._base.__module__}."
-                f"{self._base.__name__}, without abstract methods, whose `name` is {name!r}"
+                f"{self._base.__name__}, whose `name` is {name!r}"
             )
+        _check_methods(what, found)
+        for attribute, base in self._parts.items():
+            part = getattr(found, attribute, None)
+            if not (isinstance(part, type) and issubclass(part, base)):
+                raise PluginError(
+                    f"{what} cannot be used: `{attribute}` of {found.__name__} has to be a class derived from "
+                    f"{base.__module__}.{base.__name__}"
+                )
+            _check_methods(what, part)
         self[name], self._packages[name] = found, packages
         return self[name]
 
@@ -76,6 +92,15 @@ class Registry(dict[str, type[_Choice]]):
     def package(self, name: str) -> str:
         """The name and version of the package that brings one that has been asked for; empty: it is built in."""
         return self._packages.get(name, "")
+
+
+def _check_methods(what: str, made: type) -> None:
+    """Raises `PluginError` for a class of which no object can be made, since it lacks methods."""
+    if inspect.isabstract(made):
+        lacking = ", ".join(sorted(made.__abstractmethods__))  # type: ignore[attr-defined]  # all that are abstract have
+        raise PluginError(
+            f"{what} cannot be used: its class {made.__module__}.{made.__name__} lacks methods: {lacking}"
+        )
 
 
 def missing(packages: Sequence[str]) -> str:

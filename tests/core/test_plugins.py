@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +17,45 @@ from fusion_rt.core.plugins import Registry
 Install = Callable[..., None]
 
 
-class Thing:
+class Worker(ABC):
+    @abstractmethod
+    def begin(self) -> None: ...
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+
+class Able(Worker):
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Thing(ABC):
     name: ClassVar[str]
+    worker: ClassVar[type[Worker]] = Able
+
+    @abstractmethod
+    def use(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Plain(Thing):
     name = "plain"
 
+    def use(self) -> None: ...
+
 
 SOURCE = """
 from dataclasses import dataclass
-from tests.core.test_plugins import Thing
+from tests.core.test_plugins import Thing, Worker
 
 @dataclass(frozen=True)
 class Odd(Thing):
     name = "odd"
     size: int = 3
+
+    def use(self): ...
 
     def __post_init__(self):
         if self.size > 9:
@@ -41,12 +64,29 @@ class Odd(Thing):
 @dataclass
 class Loose(Thing):
     name = "loose"
+
+@dataclass(frozen=True)
+class Useless(Thing):
+    name = "useless"
+
+class HalfAWorker(Worker):
+    def end(self): ...
+
+@dataclass(frozen=True)
+class Lazy(Odd):
+    name = "lazy"
+    worker = HalfAWorker
+
+@dataclass(frozen=True)
+class Alien(Odd):
+    name = "alien"
+    worker = int
 """
 
 
 @pytest.fixture
 def registry() -> Registry[Thing]:
-    return Registry("thing", "tests.things", Thing, [Plain])
+    return Registry("thing", "tests.things", Thing, [Plain], {"worker": Worker})  # type: ignore[type-abstract]
 
 
 @pytest.fixture
@@ -110,6 +150,9 @@ def test_two_packages_with_the_same_name_are_refused(registry: Registry[Thing], 
         ("odd = acme_module:dataclass", "is none: its entry point has to name a frozen dataclass"),
         ("loose = acme_module:Loose", "is none: its entry point has to name a frozen dataclass"),
         ("other = acme_module:Odd", "is none: .*whose `name` is 'other'"),
+        ("useless = acme_module:Useless", r"cannot be used: its class acme_module\.Useless lacks methods: use"),
+        ("lazy = acme_module:Lazy", r"cannot be used: its class acme_module\.HalfAWorker lacks methods: begin"),
+        ("alien = acme_module:Alien", r"cannot be used: `worker` of Alien .* derived from .*test_plugins\.Worker"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_package(
