@@ -34,6 +34,7 @@ Kind: TypeAlias = Literal[
     "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "reduce", "barrier", "join",
     "add_process_set", "remove_process_set",
 ]  # fmt: skip
+REDUCING_KINDS = frozenset({"allreduce", "reducescatter", "reduce"})  # those with an op
 Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "band", "bor", "bxor", "adasum"]
 PostKind: TypeAlias = Literal["post", "seed", "reseed", "ask"]
 Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]

@@ -26,7 +26,6 @@ from fusiond.core.participants import EMPTY_KINDS, Members
 
 _BYTE = DTYPES["uint8"]
 _RESIZING = ("allgather", "alltoall", "reducescatter")  # kinds whose result is not as long as the tensor
-_REDUCING = ("allreduce", "reducescatter", "reduce")  # kinds with an op
 _MAX_PLAN = _MAX_RESULT = 2**46  # bytes
 
 
@@ -173,7 +172,7 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         raise RequestError(f"Adasum is an all-reduce of floating-point elements, not a {signature.kind} of {dtype}")
     if signature.kind == "allreduce" and signature.parts and sum(map(math.prod, signature.parts)) != elements:
         raise RequestError(f"the {len(signature.parts)} tensors of the group do not have {elements} elements together")
-    if signature.kind in _REDUCING:
+    if signature.kind in wire.REDUCING_KINDS:
         _check_op(signature, dtype)
     nbytes = elements * dtype.itemsize
     shapes = signature.parts or (signature.shape,)

@@ -250,7 +250,7 @@ def explain_contribution(
 def describe(signature: wire.Signature) -> str:
     """A signature in words: `allreduce sum float32 [4, 2]`."""
     words: list[str] = [signature.kind]
-    if signature.kind in ("allreduce", "reducescatter", "reduce"):
+    if signature.kind in wire.REDUCING_KINDS:
         words.append(signature.op)
     if signature.kind == "broadcast":
         words.append(f"from root {signature.root}")

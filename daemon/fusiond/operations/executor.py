@@ -105,7 +105,7 @@ class Executor:
             self._reduce(operation, self._all_reduce, recipe.reducer, codec, recipe.parts)
             return
         local = local_parts(operation) or [nothing(recipe.reducer, recipe.layout.elements)]
-        reduces = recipe.signature.kind in ("reducescatter", "reduce")
+        reduces = recipe.signature.kind in wire.REDUCING_KINDS
         if not operation.is_here and len(operation.members.nodes) > 1:
             root = operation.members.set.ranks.index(recipe.signature.root) if operation.kind == "broadcast" else None
             combines = reduces and not recipe.reducer.widens
