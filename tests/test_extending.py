@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from fusion_rt import codecs
-from fusion_rt.codecs import Layout
+from fusion_rt.codecs import Layout, Span
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.launchers import environment
 from fusiond.collectives.base import Exchange, Reducer
+from fusiond.collectives.owned import Owned
 from tests import forks
 from tests.fusiond.collectives.group import Group, GroupPort
 from tests.runner.conftest import fusionrun  # noqa: F401 - a fixture
@@ -42,6 +43,8 @@ plain = hvd.DistributedOptimizer(torch.optim.SGD([weight], 1.0), named_parameter
 (weight * values).sum().backward()
 plain.step()
 found["stepped"] = weight.tolist()
+ternary = hvd.allreduce(values, op=hvd.Sum, compression=hvd.Compression.ternary())
+found["ternary"] = ternary.tolist()
 target = torch.randn(50, generator=generator)
 found["target"] = target.tolist()
 voted = torch.nn.Parameter(torch.zeros(50))
@@ -69,12 +72,19 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     information = site / "acme-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    groups = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "([\w:]+)"$', project, re.MULTILINE)
-    assert [group for group, _, _ in groups] == ["fusion_rt.codecs", "fusion_rt.algorithms"]
+    groups = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n((?:\w+ = "[\w:]+"\n)+)', project, re.MULTILINE)
+    assert [group for group, _ in groups] == ["fusion_rt.codecs", "fusion_rt.algorithms"]
     (information / "entry_points.txt").write_text(
-        "".join(f"[{group}]\n{name} = {what}\n" for group, name, what in groups)
+        "".join(f"[{group}]\n" + lines.replace('"', "") for group, lines in groups)
     )
     return site
+
+
+def ternary(block: Any) -> Any:
+    """What the codec of that name leaves of a block: those of at least half the largest size, with their mean size."""
+    size = np.abs(block)
+    kept = size >= size.max() / 2
+    return np.where(kept, np.sign(block) * np.mean(size[kept]), 0)
 
 
 @pytest.mark.multiprocess
@@ -92,6 +102,8 @@ def test_a_job_uses_the_packages_codec_and_algorithm(package: Path, fusionrun: A
     for found in (first, second):
         np.testing.assert_array_equal(found["reduced"], rounded)
         np.testing.assert_array_equal(found["stepped"], -rounded)
+        expected = ternary(ternary(first["values"]) + ternary(second["values"]))
+        np.testing.assert_allclose(found["ternary"], expected, rtol=1e-6)
     weight = np.zeros(50, np.float32)
     for _ in range(STEPS):
         weight -= RATE * np.sign(sum(np.sign(weight - found["target"]) for found in (first, second)))
@@ -109,6 +121,59 @@ def test_the_simulation_has_the_packages_codec(package: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(package)}, check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert run.stdout.split() == ["0.25", "False"]
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_packages_codec_with_a_residual_loses_nothing(nodes: int) -> None:
+    """Results take the place of gradients, as in a plan; a step that is spoiled leaves the next ones alone."""
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(FILES["acme/acme_ternary.py"], scope)
+    layout = Layout(DTYPES["float32"], 1005, (Span("first", 0, 700), Span("second", 704, 301)))
+    inside = np.r_[0:700, 704:1005]
+    buckets = [codecs.open_bucket(scope["Ternary"](), layout) for _ in range(nodes)]
+    memory = [np.zeros(1005, np.float32) for _ in range(nodes)]
+    choose = np.random.default_rng(nodes)
+
+    def make(port: GroupPort) -> Exchange:
+        here = memory[port.position]
+        return Owned(port, Reducer("sum", layout.dtype), buckets[port.position], [here], [here])
+
+    def waiting() -> Any:
+        states = [bucket.state_dict() for bucket in buckets]
+        return sum(np.concatenate([state["residual/first"], state["residual/second"]]) for state in states)
+
+    for number in range(5):
+        for place in memory:
+            place[inside] = choose.standard_normal(1001)
+        if number == 2:
+            memory[0][3] = np.inf
+        before, total = waiting(), np.sum(memory, axis=0, dtype=float)[inside]
+        Group(nodes, make, seed=number).run()
+        for place in memory:
+            np.testing.assert_array_equal(place, memory[0])
+            assert not place[700:704].any()
+        if number == 2:
+            assert np.isnan(memory[0][inside]).all()
+            np.testing.assert_allclose(waiting(), before, atol=1e-5)
+        else:
+            np.testing.assert_allclose(waiting() + memory[0][inside], before + total, atol=1e-5)
+    assert waiting().any()
+
+
+def test_the_packages_codec_with_a_residual_says_what_is_not_finite_and_what_is_not_its_own() -> None:
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(FILES["acme/acme_ternary.py"], scope)
+    layout = Layout(DTYPES["float32"], 300)
+    forgetful = codecs.open_bucket(scope["Ternary"]().without_memory(), layout)
+    values = np.linspace(-1, 1, 300, dtype=np.float32)
+    for bad in (np.nan, np.inf):
+        assert np.isnan(forgetful.decoded(0, forgetful.encode(0, np.where(values > 0.9, bad, values)), 300)).all()
+    got = forgetful.decoded(0, forgetful.encode(0, values), 300)
+    np.testing.assert_allclose(got, [*ternary(values[:256]), *ternary(values[256:])], rtol=1e-6)
+    assert forgetful.residual_norm() == 0
+    for wrong in (bytes(3), np.full(2, -1, np.float32).tobytes() + bytes(76)):
+        with pytest.raises(codecs.CodecError):
+            forgetful.decode(0, wrong, np.empty(300, np.float32))
 
 
 @pytest.mark.parametrize("codec", ["dense", "fp16"])
