@@ -81,7 +81,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ternary(block: Any) -> Any:
-    """What the codec of that name leaves of a block: those of at least half the largest size, with their mean size."""
+    """Returns what `ternary` keeps of a block: values of at least half the largest size, each as their mean size."""
     size = np.abs(block)
     kept = size >= size.max() / 2
     return np.where(kept, np.sign(block) * np.mean(size[kept]), 0)

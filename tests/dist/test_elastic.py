@@ -139,7 +139,7 @@ def test_the_example_of_the_page_trains_whatever_happens_to_the_job() -> None:
 
 
 def said(call: Callable[[], Any]) -> str:
-    """What the error of a call says."""
+    """Returns the text of the error that a call raises."""
     with pytest.raises(CollectiveError) as caught:
         call()
     return str(caught.value)
@@ -240,7 +240,7 @@ def test_ranks_that_are_lost_while_a_group_is_opened_leave_nobody_waiting() -> N
 
 
 def try_all(worker: Worker) -> Any:
-    """What is refused, before the function and in it; and a loss with a group that is open."""
+    """Returns the texts of what is refused outside of the function and in it, and of a loss while a group is open."""
     hvd.init()
     refused = []
 
