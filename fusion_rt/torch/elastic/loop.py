@@ -9,6 +9,7 @@ from typing import Any
 
 from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.core.wording import go_on
+from fusion_rt.host.allocator import return_freed_memory
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.state import State
@@ -62,19 +63,20 @@ class Passage:
         else:
             state.sync()
         self._has_values = True
+        return_freed_memory()
         if self._why and runtime().rank == 0:
             _log.warning("%s from the last commit, since %s", go_on(runtime().size), self._why.splitlines()[0])
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
         """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""
+        self._why, self._skip_sync = str(interruption), False
         if isinstance(interruption, HostsUpdatedInterrupt):
-            self._why, self._skip_sync = "", interruption.skip_sync
             try:
                 self._state._hand_over()
+                self._why, self._skip_sync = "", interruption.skip_sync
                 return
             except HorovodInternalError as error:  # somebody was not so orderly
-                interruption = error
-        self._why, self._skip_sync = str(interruption), False
+                self._why = str(error)
         self._state.restore()
 
 

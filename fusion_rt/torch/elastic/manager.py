@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.utils.data
 
-from fusion_rt.core.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.local import elastic
 from fusion_rt.torch.elastic.loop import Passage, interruption_of
 from fusion_rt.torch.elastic.sampler import ElasticSampler
@@ -145,9 +146,7 @@ class Manager:
             if step.counts:
                 self._record()
         except RuntimeError as error:
-            interruption = interruption_of(error)
-            step._is_interrupted = isinstance(interruption, HorovodInternalError)
-            self._interrupt(interruption)
+            self._interrupt(step, error)
 
     def _record(self) -> None:
         """Notes that a step was taken, and commits if it is time to."""
@@ -159,8 +158,17 @@ class Manager:
             self._uncommitted = 0
             self.state.commit()
 
-    def _interrupt(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
-        """Goes on in the next membership epoch."""
+    def _interrupt(self, step: ManagedStep, error: RuntimeError) -> None:
+        """Goes on in the next membership epoch, if an error in a step says that this one is over.
+
+        Raises:
+            The error: it is another one.
+        """
+        interruption = interruption_of(error)
+        step._is_interrupted = isinstance(interruption, HorovodInternalError)
+        # The error lives until this returns. Its frames refer to what the step was computing with, and to memory that
+        # was shared with the daemon: they would be there beside those of the next epoch.
+        traceback.clear_frames(error.__traceback__)
         self._training.close()
         if self._passage is not None:
             self._passage.leave(interruption)

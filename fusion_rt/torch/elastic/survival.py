@@ -18,6 +18,7 @@ from typing import NamedTuple
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.core.wording import go_on
+from fusion_rt.host.allocator import return_freed_memory
 from fusion_rt.local import elastic
 from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.core.basics import init
@@ -217,7 +218,7 @@ class Survival:
                 f"{str(error).splitlines()[0]} (and in place no rank can go on: {what} is one of ranks that there "
                 "were, which the script has to make anew)"
             ) from error
-        why, daemon = error, runtime().where.socket
+        why, daemon = str(error), runtime().where.socket
         while True:
             try:
                 self._move(why, daemon, dropped)
@@ -236,17 +237,18 @@ class Survival:
                 exchanges.left_out = found.left_out
                 break
             except HorovodInternalError as another:
-                why = another
+                why = str(another)
         if self.agreed is not None:
             raise error
         for exchange in dropped:
             exchanges.end(exchange)
         self._state._on_survived()
+        return_freed_memory()
         if runtime().rank == 0:
             _log.warning("a rank was lost: the step that was under way is left out, and %s", go_on(runtime().size))
 
-    def _move(self, why: HorovodInternalError, daemon: str, dropped: Sequence[Exchange]) -> None:
-        move(self._agent, str(why))
+    def _move(self, why: str, daemon: str, dropped: Sequence[Exchange]) -> None:
+        move(self._agent, why)
         if runtime().where.socket != daemon and any(sync.checkpoint.is_lost_with_daemon for sync in everyone()):
             self._stays = False  # what codecs and homes remember is gone with the daemon, but for the last commit's
         for exchange in dropped:

@@ -6,10 +6,12 @@ of its samples.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
 import signal
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.core.errors import FusionError
+from fusion_rt.core.errors import FusionError, HostsUpdatedInterrupt
 from tests.harness import on_ranks
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 from tests.torch.elastic.test_survival import POINTS, SMALL, Fault, lose_at, pretend
@@ -194,3 +196,25 @@ def test_what_is_no_use_is_refused_and_a_fixed_job_trains() -> None:
                 seen += batch.tolist()
         assert len(seen) == 8 // hvd.size()
         assert sampler.processed_num == 8
+
+
+@on_ranks
+def test_an_interrupted_step_keeps_nothing_that_it_computed_with() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def compute() -> None:
+        tensor = torch.zeros(3)
+        made.append(weakref.ref(tensor))
+        raise HostsUpdatedInterrupt("hosts have changed")
+
+    state: Any = hvd.elastic.TorchState(step=0)
+    state.register_reset_callbacks([lambda: alive.append(made[0]() is not None)])
+    gc.disable()
+    try:
+        with hvd.elastic.Manager(state) as manager, manager.step() as step:
+            compute()
+    finally:
+        gc.enable()
+    assert step.counts
+    assert alive == [False], "already before the next epoch begins"
