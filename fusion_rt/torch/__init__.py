@@ -52,41 +52,28 @@ from fusion_rt.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from fusion_rt.torch.ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
+from fusion_rt.torch.ops.alltoall import alltoall, alltoall_async
+from fusion_rt.torch.ops.broadcast import barrier, broadcast, broadcast_, broadcast_async, broadcast_async_, join
+from fusion_rt.torch.ops.gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from fusion_rt.torch.ops.handles import poll, synchronize
+from fusion_rt.torch.ops.reduce import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+)
+from fusion_rt.torch.ops.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
-    join,
-    poll,
     reducescatter,
     reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
 )
+from fusion_rt.torch.ops.signatures import Adasum, Average, Max, Min, Product, Sum
+from fusion_rt.torch.ops.sparse import sparse_allreduce_async
 from fusion_rt.torch.optimizer import DistributedOptimizer
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics
 from fusion_rt.torch.sync_batch_norm import SyncBatchNorm

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import Runtime, after_join, before_join, runtime
 from fusion_rt.torch.core.tensors import dtype_name
+from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import broadcast_object
+from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce, grouped_allreduce_
+from fusion_rt.torch.ops.signatures import Average, Sum
 from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
 
 _POLL = 1e-3  # seconds
@@ -111,10 +113,10 @@ def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> Non
         return
     for sync in chosen:
         sync.when.drain()
-    ops.barrier()  # whatever anybody has posted is where it belongs
+    barrier()  # whatever anybody has posted is where it belongs
     for sync in chosen:
         sync.when.agree()
-    ops.barrier()
+    barrier()
     for sync in chosen:
         if sync.when.local and not sync.options.algorithm.at_shards:
             _average((slot.parameter.detach() for slot in sync.slots), sync.options.process_set)
@@ -156,9 +158,9 @@ def consensus_distance(*optimizers: Any) -> float:
         HorovodInternalError: it failed, on all ranks.
     """
     own = [slot.parameter.detach() for sync in _chosen(optimizers) for slot in sync.slots]
-    means = ops.grouped_allreduce(own, op=ops.Average) if own else []
+    means = grouped_allreduce(own, op=Average) if own else []
     squared = sum((float(((a - b).double() ** 2).sum()) for a, b in zip(own, means, strict=True)), 0.0)
-    return float(ops.allreduce(torch.tensor(squared, dtype=torch.float64), op=ops.Average))
+    return float(allreduce(torch.tensor(squared, dtype=torch.float64), op=Average))
 
 
 def staleness() -> dict[str, Any]:
@@ -180,8 +182,8 @@ def _average(
     found = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in found):
         alike = [tensor for tensor in found if tensor.dtype == dtype]
-        ops.grouped_allreduce_(alike, name=f"{name}, {dtype_name(dtype)}", op=ops.Average, process_set=ranks)
-    taking_part = ops.allreduce(torch.ones(1), name=f"{name}: ranks", op=ops.Sum, process_set=ranks)
+        grouped_allreduce_(alike, name=f"{name}, {dtype_name(dtype)}", op=Average, process_set=ranks)
+    taking_part = allreduce(torch.ones(1), name=f"{name}: ranks", op=Sum, process_set=ranks)
     share = (ranks.size() or 1) / float(taking_part)
     if share != 1.0:
         torch._foreach_mul_(found, share)

@@ -14,12 +14,11 @@ import torch
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.settings import Settings
-from fusion_rt.torch import ops
 from fusion_rt.torch.autotune.replanning import replanning
 from fusion_rt.torch.core.compressors import Compression, codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import runtime
-from fusion_rt.torch.ops.signatures import id_of
+from fusion_rt.torch.ops.signatures import Adasum, Average, id_of, resolve
 from fusion_rt.torch.sync.at_step.at_homes import AtHomes
 from fusion_rt.torch.sync.at_step.local_steps import AdasumAtStep, LocalSteps
 from fusion_rt.torch.sync.broadcasting import broadcast_step
@@ -41,7 +40,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Any = ops.Average,
+    op: Any = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Groups | None = None,
@@ -90,7 +89,7 @@ def DistributedOptimizer(
         ValueError: before `init`, or for arguments that cannot be used.
         NotImplementedError: `Adasum` with a process set.
     """
-    if gradient_predivide_factor != 1.0 and op != ops.Average:
+    if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
@@ -108,17 +107,17 @@ def DistributedOptimizer(
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
     if spec.codec and codecs.parse(chosen).lossless:
         chosen = spec.codec
-    check_codec(optimizer, chosen, ops.resolve(op))
+    check_codec(optimizer, chosen, resolve(op))
     if spec.signal is algorithms.Signal.GRADIENT and are_shards(optimizer):
         raise ValueError(
             "parameters are sharded (by fully_shard, for example), and their gradients are reduced by the sharding, "
             f"not by {spec}; use the optimizer as it is, local_sgd or diloco, or fusion_rt.dist.ReplicatedShards"
         )
-    algorithms.check_use(spec, codecs.parse(chosen), ops.resolve(op), process_set.size() or 1)
+    algorithms.check_use(spec, codecs.parse(chosen), resolve(op), process_set.size() or 1)
     settings, asked = Settings.from_env(), overlap
-    overlap = chosen_overlap(overlap, optimizer, spec, op == ops.Adasum)
+    overlap = chosen_overlap(overlap, optimizer, spec, op == Adasum)
     reduction = wire.Reduction(
-        ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen, "allreduce",
+        resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen, "allreduce",
         packages=algorithms.packages(spec, codecs.parse(chosen)),
     )  # fmt: skip
     options = Options(reduction, process_set, compressor=compressor)
@@ -134,7 +133,7 @@ def DistributedOptimizer(
         )
         options = Options(reduction, process_set, posted(spec), applied(spec), sparse_as_dense=True)
         make = _chosen(AtHomes if spec.steps_at_home else LocalSteps, backward_passes_per_step)
-    elif op == ops.Adasum and here.size > 1:
+    elif op == Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         replanning(settings, "it is for Adasum", here.rank)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
+from fusion_rt.torch.ops.gather import allgather
+from fusion_rt.torch.ops.reduce import allreduce
+from fusion_rt.torch.ops.signatures import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -90,7 +92,7 @@ def _statistics(input: torch.Tensor, process_set: ProcessSet) -> tuple[float, to
         else:
             mean = variance = torch.zeros(channels, dtype=_wide(input).dtype, device=input.device)
         own = torch.cat([mean.new_tensor([input.numel() // max(channels, 1)]), mean, variance])
-        everybodys = ops.allgather(own.cpu().view(1, -1), process_set=process_set).double()
+        everybodys = allgather(own.cpu().view(1, -1), process_set=process_set).double()
         counts, means, variances = everybodys[:, :1], everybodys[:, 1 : channels + 1], everybodys[:, channels + 1 :]
         count = float(counts.sum())
         total_mean = (counts * means).sum(0) / max(count, 1)
@@ -130,7 +132,7 @@ class _Normalize(torch.autograd.Function):
         of_bias, of_weight = (part.to(mean.dtype) for part in sums.chunk(2))
         of_input = None
         if ctx.needs_input_grad[0]:
-            means = ops.allreduce(sums, op=ops.Sum, process_set=ctx.process_set) / ctx.count
+            means = allreduce(sums, op=Sum, process_set=ctx.process_set) / ctx.count
             mean_gradient, mean_product = means.chunk(2)
             of_input = gradient - _channelwise(mean_gradient, input) - normalized * _channelwise(mean_product, input)
             of_input *= _channelwise(inverse if weight is None else inverse * weight, input)

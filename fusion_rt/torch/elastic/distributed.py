@@ -25,12 +25,13 @@ import torch
 from fusion_rt.algorithms import AlgorithmError
 from fusion_rt.core.errors import MixingError
 from fusion_rt.settings import Settings
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.process_sets import global_process_set
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic import mirrors
 from fusion_rt.torch.elastic.commits import Saver
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
+from fusion_rt.torch.ops.reduce import allreduce
+from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state
 from fusion_rt.torch.sync.carried import Arrays, Carried
@@ -199,7 +200,7 @@ def _sum(memory: Arrays, sizes: dict[str, int]) -> Arrays:
     """Returns the sums over all ranks, where each has some of the tensors."""
     names = sorted(sizes)
     parts = [torch.from_numpy(memory[n]) if n in memory else torch.zeros(sizes[n]) for n in names]
-    summed = ops.allreduce(torch.cat(parts), name="elastic.hand_over", op=ops.Sum)
+    summed = allreduce(torch.cat(parts), name="elastic.hand_over", op=Sum)
     pieces = torch.split(summed, [sizes[name] for name in names])
     return {name: piece.numpy() for name, piece in zip(names, pieces, strict=True)}
 
@@ -207,9 +208,9 @@ def _sum(memory: Arrays, sizes: dict[str, int]) -> Arrays:
 def _average(optimizer: Wrapped) -> None:
     """Replaces the parameters by the mean of those of all ranks that have taken steps, if any has."""
     counts = float((optimizer.own_state() or {"taken": 0})["taken"] > 0)
-    total = float(ops.allreduce(torch.tensor(counts), name="elastic.average", op=ops.Sum))
+    total = float(allreduce(torch.tensor(counts), name="elastic.average", op=Sum))
     if not total:
         return
     for slot in optimizer._sync.slots:
         value = slot.parameter.detach()
-        value.copy_(ops.allreduce(value * counts, name=f"elastic.average.{slot.name}", op=ops.Sum) / total)
+        value.copy_(allreduce(value * counts, name=f"elastic.average.{slot.name}", op=Sum) / total)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.ops.alltoall import alltoall
 from fusion_rt.torch.ops.objects import allgather_object
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.carried import Arrays
@@ -40,7 +40,7 @@ def exchange(homes: Mapping[str, Arrays]) -> dict[str, Arrays]:
         firsts = _first_workers()
         rows = _as_rows(homes)
         splits[firsts[(firsts.index(here.rank) + 1) % len(firsts)]] = len(rows)
-    received, _ = ops.alltoall(rows, splits, "elastic.mirror")
+    received, _ = alltoall(rows, splits, "elastic.mirror")
     found: dict[str, Arrays] = pickle.loads(received.numpy().data) if len(received) else {}  # ends before its last row
     return found
 

@@ -17,11 +17,11 @@ import torch
 
 from fusion_rt.core.errors import HostsUpdatedInterrupt
 from fusion_rt.local import elastic
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import rank
 from fusion_rt.torch.elastic.commits import Commits, Saver, agreed
 from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
+from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from fusion_rt.torch.sync.exchanges import exchanges
@@ -295,7 +295,7 @@ class TorchState(ObjectState):
                 saver.set_aside()
             for distributed in self._distributed():
                 distributed.drain()
-            ops.barrier()  # what any rank has sent to homes is in them, on all nodes, before any of them is saved
+            barrier()  # what any rank has sent to homes is in them, on all nodes, before any of them is saved
 
     def _mirror(self) -> None:
         for distributed in self._distributed():
@@ -304,7 +304,7 @@ class TorchState(ObjectState):
     def _end_commit(self) -> None:
         if self._commits.is_open:
             self._commits.complete()
-            ops.barrier()
+            barrier()
             self._settle(self._commits.last)
 
     @property

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes lambdas, and classes of __main__
 
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.ops.broadcast import broadcast_, broadcast_async_
+from fusion_rt.torch.ops.gather import allgather, allgather_async
+from fusion_rt.torch.ops.handles import synchronize
 
 
 def broadcast_object(
@@ -39,10 +41,10 @@ def broadcast_object(
     is_root = runtime().rank == root_rank
     data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8) if is_root else None
     length = torch.tensor([0 if data is None else data.numel()])
-    ops.broadcast_(length, root_rank, f"{name}.length" if name else None, process_set)
+    broadcast_(length, root_rank, f"{name}.length" if name else None, process_set)
     if data is None:
         data = torch.empty(int(length), dtype=torch.uint8)
-    ops.broadcast_(data, root_rank, f"{name}.data" if name else None, process_set)
+    broadcast_(data, root_rank, f"{name}.data" if name else None, process_set)
     return obj if is_root else pickle.loads(data.numpy().tobytes())
 
 
@@ -58,14 +60,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         HorovodInternalError: it failed, on all ranks.
     """
     data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
-    length = ops.allgather_async(torch.tensor([data.numel()]), f"{name}.length" if name else None, process_set)
-    gathered = ops.allgather(data, f"{name}.data" if name else None, process_set)
-    parts = torch.split(gathered, ops.synchronize(length).tolist())
+    length = allgather_async(torch.tensor([data.numel()]), f"{name}.length" if name else None, process_set)
+    gathered = allgather(data, f"{name}.data" if name else None, process_set)
+    parts = torch.split(gathered, synchronize(length).tolist())
     return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
 
 def broadcast_all(pairs: Iterable[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet) -> None:
     """Replaces tensors, with their names, by those of one rank."""
-    handles = [ops.broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in pairs]
+    handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in pairs]
     for handle in handles:
-        ops.synchronize(handle)
+        synchronize(handle)

@@ -19,8 +19,10 @@ import torch
 
 from fusion_rt import codecs, wire
 from fusion_rt.core.topology import GLOBAL_SET
-from fusion_rt.torch import ops
+from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
+from fusion_rt.torch.ops.reduce import allreduce
+from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.carried import Carried
 from fusion_rt.torch.sync.options import Options, Where
@@ -133,7 +135,7 @@ class Checkpoint:
             return
         where = self._source.where()
         assert where is not None
-        ops.barrier(process_set=where.ranks)  # nobody posts to these homes any more
+        barrier(process_set=where.ranks)  # nobody posts to these homes any more
         mine = self.carry() or Carried()
         homes = carried.united(allgather_object(mine.homes, process_set=where.ranks))
         kept = Carried(homes=homes, rates=dict(self._rates))
@@ -152,7 +154,7 @@ class Checkpoint:
         if self._homes_are_loaded:
             state, self._homes_are_loaded = {}, False
         has_any = torch.tensor(any(state.values()), dtype=torch.int32)
-        if not int(ops.allreduce(has_any, name=f"{where.group}.state", op=ops.Sum, process_set=where.ranks)):
+        if not int(allreduce(has_any, name=f"{where.group}.state", op=Sum, process_set=where.ranks)):
             return
         first = where.here.client.process_sets[where.process_set].ranks[0]
         mine = {slot.name: _entries(slot, state.get(slot.parameter, {})) for slot in self._source.slots}
@@ -181,7 +183,7 @@ class Checkpoint:
         if state:
             with here.allocating:
                 here.client.load_state(plan.process_set, where.group, state)
-        ops.barrier(process_set=where.ranks)
+        barrier(process_set=where.ranks)
         self._owed, self._arriving = owed, None
 
     # --- in checkpoints -----------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ from fusion_rt import wire
 from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
 from fusion_rt.core.traceback_format import quoted
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.compressors import Compression
 from fusion_rt.torch.core.process_sets import takes_part
+from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
@@ -383,7 +383,7 @@ class InBackward(When):
     def _reduced_loss(self, optimizer: Any, loss: Any) -> Any:
         if isinstance(loss, torch.Tensor):
             factor = optimizer.gradient_predivide_factor
-            return ops.allreduce(
+            return allreduce(
                 loss.detach(), None, None, Compression.none, optimizer.op, 1.0 / factor, factor, optimizer.process_set
             )
         if isinstance(loss, float):

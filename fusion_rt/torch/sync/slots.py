@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from fusion_rt import wire
-from fusion_rt.torch import ops
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.process_sets import ProcessSet
+from fusion_rt.torch.ops.sparse import sparse_allreduce_async
 from fusion_rt.torch.sync.parameters import Named
 
 
@@ -257,7 +257,7 @@ class SparseGradient:
             gradient = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
         elif not gradient.is_sparse:
             gradient = gradient.detach().to_sparse(self.sparse)
-        return ops.sparse_allreduce_async(gradient.coalesce(), name=self.name, op=self.op, process_set=self.process_set)
+        return sparse_allreduce_async(gradient.coalesce(), name=self.name, op=self.op, process_set=self.process_set)
 
 
 def _nothing() -> None:

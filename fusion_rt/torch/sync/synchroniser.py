@@ -21,12 +21,13 @@ from fusion_rt import codecs
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.posting import Poster
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.node.reduction import NodeReduction
 from fusion_rt.torch.ops.digests import Digests
+from fusion_rt.torch.ops.reduce import allreduce
+from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync.active_plan import ActivePlan
 from fusion_rt.torch.sync.buckets import Bucket, Carriage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
@@ -290,7 +291,7 @@ class Synchroniser:
             return
         self.when.finish()
         ranks = self.options.process_set
-        present = ops.allreduce(torch.ones(1), name=f"{self.name}.successor", op=ops.Sum, process_set=ranks)
+        present = allreduce(torch.ones(1), name=f"{self.name}.successor", op=Sum, process_set=ranks)
         if int(present) < (ranks.size() or 1):  # the others have joined, and would not know of it
             self.replanning.stay()
         else:

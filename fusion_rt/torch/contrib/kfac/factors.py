@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from fusion_rt.torch import ops
 from fusion_rt.torch.contrib.kfac.layers import Layer
 from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
+from fusion_rt.torch.ops.handles import synchronize
+from fusion_rt.torch.ops.reduce import grouped_allreduce_async
+from fusion_rt.torch.ops.signatures import Sum
 
 BUCKET_NBYTES = 4 << 20
 
@@ -235,7 +237,7 @@ class FactorExchange:
         handle = here = None
         if takes_part(self._process_set):
             here = runtime()
-            handle = ops.grouped_allreduce_async(tensors, name=bucket.name, op=ops.Sum, process_set=self._process_set)
+            handle = grouped_allreduce_async(tensors, name=bucket.name, op=Sum, process_set=self._process_set)
         self._under_way.append(_Sent(bucket, tensors, handle, here))
 
 
@@ -245,7 +247,7 @@ def _result(sent: _Sent) -> Sequence[torch.Tensor]:
         return sent.tensors
     if not is_initialized() or sent.here is not runtime():
         return []
-    reduced: Any = ops.synchronize(sent.handle)
+    reduced: Any = synchronize(sent.handle)
     return reduced or []
 
 

@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fusion_rt.torch import ops
 from fusion_rt.torch.contrib.kfac.assignment import assign, decomposition_cost
 from fusion_rt.torch.contrib.kfac.factors import FactorExchange, LayerState
 from fusion_rt.torch.contrib.kfac.layers import find_layers
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.ops.broadcast import broadcast_async_
+from fusion_rt.torch.ops.handles import synchronize
 
 Number: TypeAlias = float | Callable[[], float]
 
@@ -262,7 +263,7 @@ class KFAC:
 
     def _send(self, state: LayerState, packed: torch.Tensor, owner: int) -> None:
         name = f"{self._name}.{state.layer.name}"
-        handle = ops.broadcast_async_(packed, owner, name, self._process_set)
+        handle = broadcast_async_(packed, owner, name, self._process_set)
         self._decompositions[state] = _Decomposition(state, packed, handle)
 
     def _precondition(self) -> None:
@@ -341,7 +342,7 @@ class _Decomposition:
         """Waits until it is there. Raises `HorovodInternalError` if it failed, on all ranks."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            ops.synchronize(handle)
+            synchronize(handle)
 
     def apply(self, gradient: torch.Tensor, damping: float) -> torch.Tensor:
         """Returns Q_G [(Q_G^T gradient Q_A) / (λ_G λ_A^T + damping)] Q_A^T; gradient is [g_size, a_size]."""

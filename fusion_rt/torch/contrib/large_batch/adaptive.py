@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.ops.reduce import allreduce
+from fusion_rt.torch.ops.signatures import Sum
 
 Norms: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Exclude: TypeAlias = bool | Callable[[torch.Tensor], bool]
@@ -148,7 +149,7 @@ class _SumOver:
 
     def __call__(self, squares: torch.Tensor) -> torch.Tensor:
         process_set = self._process_set or global_process_set
-        return ops.allreduce(squares, op=ops.Sum, process_set=process_set)
+        return allreduce(squares, op=Sum, process_set=process_set)
 
 
 def split_over(process_set: ProcessSet = global_process_set) -> Norms:

@@ -21,8 +21,8 @@ import torch
 from fusion_rt import wire
 from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import is_initialized, runtime
+from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.slots import Slot
@@ -210,9 +210,9 @@ class AtStep(When):
             return
         self.discard()
         if self._algorithm.at_shards:
-            ops.barrier(self.sync.options.process_set)  # nobody posts any more
+            barrier(self.sync.options.process_set)  # nobody posts any more
             self._give_parameters("reseed")
-            ops.barrier(self.sync.options.process_set)
+            barrier(self.sync.options.process_set)
         self.settled()
 
     # --- in checkpoints, and what the synchroniser says --------------------------------------------------------------

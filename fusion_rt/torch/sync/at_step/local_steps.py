@@ -10,9 +10,11 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import terms
-from fusion_rt.torch import ops
 from fusion_rt.torch.core.own_models import OwnModel
 from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.ops.handles import synchronize
+from fusion_rt.torch.ops.reduce import allreduce_async
+from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.at_step.at_step import AtStep, Outstanding
 from fusion_rt.torch.sync.buckets import Bucket
@@ -113,7 +115,7 @@ class LocalSteps(AtStep):
         if self._leaves_out_joined:
             name, whose = f"{self.sync.name}.contributors", self.sync.options.process_set
             name += f".{piece}" if piece else ""
-            contributors = ops.allreduce_async(torch.ones(1), name=name, op=ops.Sum, process_set=whose)
+            contributors = allreduce_async(torch.ones(1), name=name, op=Sum, process_set=whose)
         return Outstanding(buckets, self._taken + self._algorithm.lag, contributors)
 
     @property
@@ -125,7 +127,7 @@ class LocalSteps(AtStep):
         """Returns the factor that turns a mean over all ranks into one over those that have not joined."""
         if flight.contributors is None:
             return 1.0
-        return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(flight.contributors))
+        return (self.sync.options.process_set.size() or 1) / float(synchronize(flight.contributors))
 
     def drain(self) -> None:
         if self._flights:
