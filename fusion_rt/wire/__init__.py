@@ -7,9 +7,9 @@ in MessagePack, encoded as tagged arrays: decoding is validation, and nothing re
 Every decoder refuses input that is longer than its limit before it looks at it, and raises `WireError` for everything
 that is not a well-formed message; no other exception leaves it.
 
-`basics`, `operations` and `plans` define the types of fields; `local`, `peers`, `coordinator`, `views`, `inquiries`,
-`figures`, `rings`, `data` and `between_ranks` the messages; `coding` encodes and decodes them. All of it is used as
-`wire.NAME`.
+`basics`, `kinds`, `operations` and `plans` define the types of fields; `local`, `peers`, `coordinator`, `views`,
+`inquiries`, `figures`, `rings`, `data` and `between_ranks` the messages; `coding` encodes and decodes them. All of it
+is used as `wire.NAME`.
 """
 
 from fusion_rt.wire.basics import (
@@ -31,9 +31,7 @@ from fusion_rt.wire.basics import (
     MAX_WAITING,
     NOT_AT_HOMES,
     PROTOCOL_VERSION,
-    REDUCING_KINDS,
     Count,
-    Kind,
     Line,
     Name,
     Op,
@@ -72,6 +70,7 @@ from fusion_rt.wire.inquiries import (
     WaitingRequest,
     Whereabouts,
 )
+from fusion_rt.wire.kinds import KINDS, Kind
 from fusion_rt.wire.local import (
     ANYBODY,
     ELSEWHERE,
@@ -177,6 +176,7 @@ __all__ = [
     "ELSEWHERE",
     "EPOCHS_OF_A_FORMATION",
     "GROUPS",
+    "KINDS",
     "MAX_DIMS",
     "MAX_FRAMES",
     "MAX_GROUPS",
@@ -197,7 +197,6 @@ __all__ = [
     "OWN",
     "PART",
     "PROTOCOL_VERSION",
-    "REDUCING_KINDS",
     "Abort",
     "Ack",
     "AddSegment",

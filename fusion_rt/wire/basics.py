@@ -30,11 +30,6 @@ Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 _RANGES = 1 << 12  # of clocks, all of which are a `Count`
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
-Kind: TypeAlias = Literal[
-    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "reduce", "barrier", "join",
-    "add_process_set", "remove_process_set",
-]  # fmt: skip
-REDUCING_KINDS = frozenset({"allreduce", "reducescatter", "reduce"})  # those with an op
 Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "band", "bor", "bxor", "adasum"]
 PostKind: TypeAlias = Literal["post", "seed", "reseed", "ask"]
 Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from fusion_rt.wire.basics import CLOCKS_OF_AN_EPOCH, GROUPS, Count, Kind, Name, Op, Rank, Shape
+from fusion_rt.wire.basics import CLOCKS_OF_AN_EPOCH, GROUPS, Count, Name, Op, Rank, Shape
+from fusion_rt.wire.kinds import KINDS, Kind
 
 _IDS = 1 << 48  # of process sets (`Count`)
 
@@ -30,8 +31,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind: the collective; `join` and those that add and remove a process set are barriers with an effect.
         dtype: name of an entry of `dtypes.DTYPES`; empty for an operation without data.
-        shape: dimensions of this rank's tensor. Ranks may differ in the first one in an allgather and an alltoall.
-        op: how the elements of different ranks are combined, for allreduce, reducescatter and reduce.
+        shape: dimensions of this rank's tensor. Ranks may differ in the first one if the kind is `uneven`.
+        op: how the elements of different ranks are combined, if the kind `reduces`.
         prescale, postscale: factors applied to each rank's elements before and to the result after combining.
         root: the rank whose tensor is broadcast, or which alone gets the result of a reduce; 0 otherwise.
         process_set: id of the set of ranks that take part.
@@ -60,7 +61,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     def common(self) -> Signature:
         """The part that must be equal on all ranks: without the first dimension where ranks may differ in it."""
         equal = self.kind == "allgather" and is_group(self.process_set) and not self.rows
-        if self.kind in ("allgather", "alltoall") and self.shape and not equal:
+        if KINDS[self.kind].uneven and self.shape and not equal:
             return msgspec.structs.replace(self, shape=(0, *self.shape[1:]))
         return self
 

@@ -14,18 +14,15 @@ from fusion_rt import algorithms, codecs, wire
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.topology import GLOBAL_SET, Topology
 from fusion_rt.kernels.ordinary import Operand
+from fusiond.collectives.agreed import Agreed
 from fusiond.collectives.base import BITWISE, Array, Exchange, Port, Reducer
-from fusiond.collectives.blocks import Block, Blocks
-from fusiond.collectives.broadcast import Broadcast
-from fusiond.collectives.doubling import Doubling
-from fusiond.collectives.one_node import OneNode
-from fusiond.collectives.scatter import ReduceScatter, rows_of_members
+from fusiond.collectives.by_kind import MAKERS
+from fusiond.collectives.scatter import rows_of_members
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
-from fusiond.core.participants import EMPTY_KINDS, Members
+from fusiond.core.participants import Members
 
 _BYTE = DTYPES["uint8"]
-_RESIZING = ("allgather", "alltoall", "reducescatter")  # kinds whose result is not as long as the tensor
 _MAX_PLAN = _MAX_RESULT = 2**46  # bytes
 
 
@@ -79,7 +76,7 @@ class Recipe:
             if len(memory) != self.nbytes:
                 raise self._wrong_length(len(memory))
             values = cast(Array, memory.view(storage))  # see `Contribution.values`
-            place = None if signature.kind in _RESIZING else values
+            place = None if wire.KINDS[signature.kind].verb else values
         elif submit.inline is None and self.direct and signature.kind == "broadcast" and rank != signature.root:
             if into is None and self.nbytes > wire.MAX_INLINE:
                 raise RequestError(f"{self.nbytes} bytes are received nowhere, and are too many for a message")
@@ -106,7 +103,7 @@ class Recipe:
         signature = self.signature
         if signature.kind == "reduce" and self.members.set.ranks[position] != signature.root:
             return 0
-        if signature.kind not in _RESIZING:
+        if not wire.KINDS[signature.kind].verb:
             return self.nbytes
         row = math.prod(signature.shape[1:]) * self.layout.dtype.itemsize
         if signature.kind == "alltoall":
@@ -154,16 +151,17 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
     Raises:
         FusionError: no rank can submit this.
     """
-    if signature.kind in EMPTY_KINDS:
+    traits = wire.KINDS[signature.kind]
+    if traits.carries:
+        dtype, elements = DType.named(signature.dtype), math.prod(signature.shape)
+    else:
         dtype, elements = _BYTE, 0
         _check_ranks(signature, members)
-    else:
-        dtype, elements = DType.named(signature.dtype), math.prod(signature.shape)
-    if signature.kind in ("allgather", "alltoall", "reducescatter") and not signature.shape:
+    if traits.verb and not signature.shape:
         raise RequestError(f"{signature.kind} needs a tensor of at least one dimension")
-    if not wire.is_group(members.set.id) and (signature.kind == "reduce" or signature.rows):
+    if not wire.is_group(members.set.id) and (not traits.negotiated or signature.rows):
         raise RequestError("to reduce to one rank, and rows of each member, are possible in groups only")
-    if signature.kind in ("broadcast", "reduce") and signature.root not in members.set.ranks:
+    if traits.root and signature.root not in members.set.ranks:
         raise RequestError(f"the root rank {signature.root} is not in process set {members.set.id}")
     check_scales(signature)
     codec = codecs.parse(signature.codec)
@@ -172,7 +170,7 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         raise RequestError(f"Adasum is an all-reduce of floating-point elements, not a {signature.kind} of {dtype}")
     if signature.kind == "allreduce" and signature.parts and sum(map(math.prod, signature.parts)) != elements:
         raise RequestError(f"the {len(signature.parts)} tensors of the group do not have {elements} elements together")
-    if signature.kind in wire.REDUCING_KINDS:
+    if traits.reduces:
         _check_op(signature, dtype)
     nbytes = elements * dtype.itemsize
     shapes = signature.parts or (signature.shape,)
@@ -285,133 +283,23 @@ def collective_exchange(
     Raises:
         RequestError: the members' sizes do not fit together.
     """
-    signature, members = recipe.signature, recipe.members
-    if signature.kind in EMPTY_KINDS:
-        nothing = [part.values for part in local[:1]]
-        if port.nodes == 1:
-            return OneNode(port, recipe.reducer, nothing, outputs)
-        return Doubling(port, recipe.reducer, recipe.codec.open(recipe.layout), nothing, outputs)
-    homes = [members.nodes.index(topology.node_of(rank)) for rank in members.set.ranks]
-    here = [members.set.ranks.index(rank) for rank in members.local]
-    if signature.kind == "broadcast":
-        root = members.set.ranks.index(signature.root)
-        source = local[here.index(root)].values.view(np.uint8) if root in here else None
-        return Broadcast(port, homes[root], source, [output.view(np.uint8) for output in outputs])
-    row_elements = math.prod(signature.shape[1:])
-    row_nbytes = row_elements * recipe.layout.dtype.itemsize
-    if signature.kind == "allgather":
-        rows = recipe.rows() if recipe.direct else rows
-        return _allgather(port, homes, here, local, [r * row_nbytes for r in rows], tuple(rows))
-    if signature.kind == "alltoall":
-        splits = _known_splits(recipe, here, local) if recipe.direct else splits
-        return _alltoall(port, members.set.ranks, homes, here, local, splits, row_nbytes)
-    sources, places = [part.values for part in local], [part.place for part in local]
-    codec = recipe.codec.open(recipe.layout)
-    if signature.kind == "reduce":  # a reduce-scatter of which one member gets all
-        root = members.set.ranks.index(signature.root)
-        ranges = [(0, recipe.layout.elements if member == root else 0) for member in range(len(homes))]
-        empty: Array = np.empty(0, recipe.layout.dtype.storage)
-        places = [place if member == root else empty for member, place in zip(here, places, strict=True)]
-    else:
-        bounds = [row * row_elements for row in itertools.accumulate(recipe.rows(), initial=0)]
-        ranges = list(itertools.pairwise(bounds))
-    return ReduceScatter(port, recipe.reducer, codec, sources, places, ranges, homes, here)
-
-
-def _known_splits(recipe: Recipe, here: Sequence[int], local: Sequence[Contribution]) -> list[list[int]]:
-    """Returns the splits of an alltoall in a group as far as they are known here: of what members here send or receive.
-
-    Raises:
-        RequestError: two of them do not agree about what one sends the other.
-    """
-    members, ranks = len(recipe.members.set.ranks), recipe.members.set.ranks
-    splits = [[0] * members for _ in range(members)]
-    for j, part in zip(here, local, strict=True):
-        for i, rows in enumerate(part.receives):
-            splits[i][j] = rows
-    for i, part in zip(here, local, strict=True):
-        for j, rows in enumerate(part.splits):
-            if j in here and splits[i][j] != rows:
-                raise RequestError(
-                    f"rank {ranks[i]} sends {rows} rows to rank {ranks[j]}, which expects {splits[i][j]} from it"
-                )
-            splits[i][j] = rows
-    return splits
-
-
-def _allgather(
-    port: Port,
-    homes: Sequence[int],
-    here: Sequence[int],
-    local: Sequence[Contribution],
-    nbytes: Sequence[int],
-    rows: tuple[int, ...],
-) -> Blocks:
-    """Makes the exchange of every member's block with every other node; members who did not say where their result goes
-    share one."""
-    nodes, position = port.nodes, port.position
-    offsets = [0, *itertools.accumulate(nbytes)]
-    data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
-    places = [None if part.place is None else part.place.view(np.uint8) for part in local]
-    if all(place is None for place in places):
-        places = [None]
-    blocks = []
-    for m in range(len(homes)):
-        for target in range(nodes):
-            if target != homes[m] and position in (homes[m], target):
-                blocks.append(Block(m * nodes + target, homes[m], target, nbytes[m]))
-    each = range(len(places))
-    return Blocks(
-        port,
-        blocks,
-        {b.part: data[b.part // nodes] for b in blocks if b.source == position},
-        [(offsets[-1], rows, place) for place in places],
-        [(k, offsets[m], data[m]) for k in each for m in here],
-        {b.part: [(k, offsets[b.part // nodes]) for k in each] for b in blocks if b.target == position},
-    )
-
-
-def _alltoall(
-    port: Port,
-    ranks: Sequence[int],
-    homes: Sequence[int],
-    here: Sequence[int],
-    local: Sequence[Contribution],
-    splits: Sequence[Sequence[int]],
-    row_nbytes: int,
-) -> Blocks:
-    """Makes the exchange of rows `splits[i][j]` from member i to member j; each member has a result of its own."""
-    members = len(homes)
-    blocks = []
-    outgoing: dict[int, Array] = {}
-    incoming: dict[int, Sequence[tuple[int, int]]] = {}
-    copies: list[tuple[int, int, Array]] = []
-    results = []
-    data = [part.values.view(np.uint8) for part in local]
-    for k, j in enumerate(here):
-        received = tuple(splits[i][j] for i in range(members))
-        starts = [row * row_nbytes for row in itertools.accumulate(received, initial=0)]
-        place = local[k].place
-        results.append((starts[-1], received, None if place is None else place.view(np.uint8)))
-        for i in range(members):
-            if i not in here:
-                blocks.append(Block(i * members + j, homes[i], homes[j], received[i] * row_nbytes))
-                incoming[i * members + j] = [(k, starts[i])]
-    for k, i in enumerate(here):
-        starts = [row * row_nbytes for row in itertools.accumulate(splits[i], initial=0)]
-        for j in range(members):
-            block = data[k][starts[j] : starts[j + 1]]
-            if j in here:
-                copies.append((here.index(j), sum(splits[m][j] for m in range(i)) * row_nbytes, block))
-            else:
-                blocks.append(Block(i * members + j, homes[i], homes[j], len(block)))
-                outgoing[i * members + j] = block
-    return Blocks(
-        port,
-        blocks,
-        outgoing,
-        results,
-        copies,
-        incoming,
-        lambda part: f"in the rows from rank {ranks[part // members]} to rank {ranks[part % members]}",
+    signature = recipe.signature
+    traits = wire.KINDS[signature.kind]
+    if traits.verb and (recipe.direct or not traits.uneven):
+        rows = recipe.rows()
+    make = MAKERS[signature.kind]
+    return make(
+        Agreed(
+            port,
+            signature,
+            recipe.reducer,
+            recipe.codec,
+            recipe.layout,
+            recipe.members,
+            topology,
+            local,
+            outputs,
+            rows,
+            splits,
+        )
     )

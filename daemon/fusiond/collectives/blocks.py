@@ -6,6 +6,7 @@ That moves the least bytes there are, N - 1 blocks out and in, and needs one hop
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.kernels import ordinary
+from fusiond.collectives.agreed import Agreed, Maker
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, chunk_starts, raw, shared_jobs
+from fusiond.core.errors import RequestError
 from fusiond.core.result import Result
 
 
@@ -121,3 +124,94 @@ class Blocks(Exchange):
             self.results[result].array[low : low + len(data)] = data
         if self._once.complete:
             self.port.finish()
+
+
+def _allgather(agreed: Agreed) -> Blocks:
+    """Makes the exchange of every member's block with every other node; members who did not say where their result goes
+    share one."""
+    homes, here, local = agreed.homes, agreed.here, agreed.local
+    nodes, position = agreed.port.nodes, agreed.port.position
+    nbytes = [rows * agreed.row_nbytes for rows in agreed.rows]
+    offsets = [0, *itertools.accumulate(nbytes)]
+    data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
+    places = [None if part.place is None else part.place.view(np.uint8) for part in local]
+    if all(place is None for place in places):
+        places = [None]
+    blocks = []
+    for m in range(len(homes)):
+        for target in range(nodes):
+            if target != homes[m] and position in (homes[m], target):
+                blocks.append(Block(m * nodes + target, homes[m], target, nbytes[m]))
+    each = range(len(places))
+    return Blocks(
+        agreed.port,
+        blocks,
+        {b.part: data[b.part // nodes] for b in blocks if b.source == position},
+        [(offsets[-1], tuple(agreed.rows), place) for place in places],
+        [(k, offsets[m], data[m]) for k in each for m in here],
+        {b.part: [(k, offsets[b.part // nodes]) for k in each] for b in blocks if b.target == position},
+    )
+
+
+def _alltoall(agreed: Agreed) -> Blocks:
+    """Makes the exchange of rows `splits[i][j]` from member i to member j; each member has a result of its own."""
+    ranks, homes, here, row_nbytes = agreed.ranks, agreed.homes, agreed.here, agreed.row_nbytes
+    splits = _known_splits(agreed) if wire.is_group(agreed.signature.process_set) else agreed.splits
+    members = len(homes)
+    blocks = []
+    outgoing: dict[int, Array] = {}
+    incoming: dict[int, Sequence[tuple[int, int]]] = {}
+    copies: list[tuple[int, int, Array]] = []
+    results = []
+    data = [part.values.view(np.uint8) for part in agreed.local]
+    for k, j in enumerate(here):
+        received = tuple(splits[i][j] for i in range(members))
+        starts = [row * row_nbytes for row in itertools.accumulate(received, initial=0)]
+        place = agreed.local[k].place
+        results.append((starts[-1], received, None if place is None else place.view(np.uint8)))
+        for i in range(members):
+            if i not in here:
+                blocks.append(Block(i * members + j, homes[i], homes[j], received[i] * row_nbytes))
+                incoming[i * members + j] = [(k, starts[i])]
+    for k, i in enumerate(here):
+        starts = [row * row_nbytes for row in itertools.accumulate(splits[i], initial=0)]
+        for j in range(members):
+            block = data[k][starts[j] : starts[j + 1]]
+            if j in here:
+                copies.append((here.index(j), sum(splits[m][j] for m in range(i)) * row_nbytes, block))
+            else:
+                blocks.append(Block(i * members + j, homes[i], homes[j], len(block)))
+                outgoing[i * members + j] = block
+    return Blocks(
+        agreed.port,
+        blocks,
+        outgoing,
+        results,
+        copies,
+        incoming,
+        lambda part: f"in the rows from rank {ranks[part // members]} to rank {ranks[part % members]}",
+    )
+
+
+def _known_splits(agreed: Agreed) -> list[list[int]]:
+    """Returns the splits of an alltoall in a group as far as they are known here: of what members here send or receive.
+
+    Raises:
+        RequestError: two of them do not agree about what one sends the other.
+    """
+    members, ranks, here = len(agreed.ranks), agreed.ranks, agreed.here
+    splits = [[0] * members for _ in range(members)]
+    for j, part in zip(here, agreed.local, strict=True):
+        for i, rows in enumerate(part.receives):
+            splits[i][j] = rows
+    for i, part in zip(here, agreed.local, strict=True):
+        for j, rows in enumerate(part.splits):
+            if j in here and splits[i][j] != rows:
+                raise RequestError(
+                    f"rank {ranks[i]} sends {rows} rows to rank {ranks[j]}, which expects {splits[i][j]} from it"
+                )
+            splits[i][j] = rows
+    return splits
+
+
+EXCHANGES: dict[wire.Kind, Maker] = {"allgather": _allgather, "alltoall": _alltoall}

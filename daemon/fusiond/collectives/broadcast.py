@@ -8,6 +8,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.kernels import ordinary
+from fusiond.collectives.agreed import Agreed, Maker
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, chunk_starts, raw, split_jobs
 
 
@@ -87,3 +88,13 @@ class Broadcast(Exchange):
     def _pass_on(self, start: int, payload: memoryview) -> None:
         for child in self._children:
             self.port.send(child, 0, start, 0, payload)
+
+
+def _broadcast(agreed: Agreed) -> Broadcast:
+    root = agreed.ranks.index(agreed.signature.root)
+    here = agreed.here
+    source = agreed.local[here.index(root)].values.view(np.uint8) if root in here else None
+    return Broadcast(agreed.port, agreed.homes[root], source, [output.view(np.uint8) for output in agreed.outputs])
+
+
+EXCHANGES: dict[wire.Kind, Maker] = {"broadcast": _broadcast}

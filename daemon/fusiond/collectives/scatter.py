@@ -15,6 +15,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
 from fusion_rt.kernels.ordinary import Operand, Remote
+from fusiond.collectives.agreed import Agreed, Maker
 from fusiond.collectives.base import (
     Array,
     Exchange,
@@ -165,3 +166,26 @@ def rows_of_members(rows: int, members: int) -> list[tuple[int, int]]:
     each, more = divmod(rows, members)
     bounds = [m * each + min(m, more) for m in range(members + 1)]
     return list(itertools.pairwise(bounds))
+
+
+def _reduce_scatter(agreed: Agreed) -> ReduceScatter:
+    bounds = [row * agreed.row_elements for row in itertools.accumulate(agreed.rows, initial=0)]
+    places = [part.place for part in agreed.local]
+    return _scatter(agreed, places, list(itertools.pairwise(bounds)))
+
+
+def _reduce(agreed: Agreed) -> ReduceScatter:
+    """Makes a reduce-scatter of which one member gets all."""
+    root = agreed.ranks.index(agreed.signature.root)
+    ranges = [(0, agreed.layout.elements if member == root else 0) for member in range(len(agreed.ranks))]
+    empty: Array = np.empty(0, agreed.layout.dtype.storage)
+    places = [part.place if member == root else empty for member, part in zip(agreed.here, agreed.local, strict=True)]
+    return _scatter(agreed, places, ranges)
+
+
+def _scatter(agreed: Agreed, places: Sequence[Array | None], ranges: Sequence[tuple[int, int]]) -> ReduceScatter:
+    sources, codec = [part.values for part in agreed.local], agreed.codec.open(agreed.layout)
+    return ReduceScatter(agreed.port, agreed.reducer, codec, sources, places, ranges, agreed.homes, agreed.here)
+
+
+EXCHANGES: dict[wire.Kind, Maker] = {"reducescatter": _reduce_scatter, "reduce": _reduce}

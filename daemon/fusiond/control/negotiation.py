@@ -30,9 +30,6 @@ from fusiond.core.participants import Participants
 Outgoing: TypeAlias = list[tuple[int, wire.PeerMessage]]
 PlanKey: TypeAlias = tuple[int, str, int]  # process set, group, clock
 
-# Kinds in which every node contributes to every result: data that does not match is noticed before anything completes.
-DIRECT_KINDS = frozenset({"allreduce", "reducescatter", "barrier"})
-
 
 class Approved:
     """The signatures, by process set and digest, that all ranks have agreed on, in memory that does not grow.
@@ -154,7 +151,7 @@ class Coordinator:
         signature = next(iter(request.signatures.values()))
         if key in self._verdicts:
             return [(node, self._verdicts[key])]
-        approved = signature.kind in DIRECT_KINDS and (key.process_set, wire.digest(signature)) in self._approved
+        approved = wire.KINDS[signature.kind].complete and (key.process_set, wire.digest(signature)) in self._approved
         if approved and key not in self._pending and ("operation", key) not in self._inquiries:
             return [(node, wire.Verdict(key))]
         self._pending.setdefault(key, {})[node] = request
@@ -274,7 +271,7 @@ class Coordinator:
             return []
         signature = next(iter(next(iter(requests.values())).signatures.values()))
         agreed = (key.process_set, wire.digest(signature))
-        direct = signature.kind in DIRECT_KINDS
+        direct = wire.KINDS[signature.kind].complete
         if direct and agreed in self._approved:  # not every node will ask
             self.forget(key)
             return [(node, wire.Verdict(key)) for node in requests]

@@ -250,12 +250,11 @@ def explain_contribution(
 def describe(signature: wire.Signature) -> str:
     """A signature in words: `allreduce sum float32 [4, 2]`."""
     words: list[str] = [signature.kind]
-    if signature.kind in wire.REDUCING_KINDS:
+    traits = wire.KINDS[signature.kind]
+    if traits.reduces:
         words.append(signature.op)
-    if signature.kind == "broadcast":
-        words.append(f"from root {signature.root}")
-    if signature.kind == "reduce":
-        words.append(f"to root {signature.root}")
+    if traits.root:
+        words.append(f"{traits.root} root {signature.root}")
     if signature.ranks:
         words.append(f"of the ranks {list(signature.ranks)}")
     if signature.parts:

@@ -18,11 +18,6 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
 
-# Operations that go on without the ranks that have joined.
-JOINABLE_KINDS = frozenset({"allreduce", "barrier"})
-# Operations without data.
-EMPTY_KINDS = frozenset({"barrier", "join", "add_process_set", "remove_process_set"})
-
 
 @dataclass(frozen=True)
 class Members:
@@ -199,22 +194,27 @@ class Participants:
             n for n in members.nodes if any(r not in away and r not in self.lost for r in self.topology.ranks[n])
         )
 
-    def why_not_since(self, kind: str, members: Members) -> str:
-        """Returns why an operation cannot run since ranks are lost, as a sentence; empty when it can."""
+    def why_not_since(self, what: str, members: Members, carries: bool = True) -> str:
+        """Returns why an operation or an algorithm cannot run since ranks are lost, as a sentence; empty when it can.
+
+        Args:
+            what: the kind, or the algorithm.
+            carries: it has data.
+        """
         lost = [rank for rank in members.set.ranks if rank in self.lost]
         group = self.groups.get(members.set.id)
-        if not lost or (kind in EMPTY_KINDS and group is None):
+        if not lost or (not carries and group is None):
             return ""
         whose = "all ranks" if members.set.id == GLOBAL_SET else f"all ranks of process set {members.set.id}"
         add = "add a process set"
         if group is not None:
             whose, add = f"all ranks of group {group.key!r}", "open a group"
         return (
-            f"{kind} needs {whose}, and {self.topology.describe(lost)} is lost ({self.lost[lost[0]]}); {add} of those "
+            f"{what} needs {whose}, and {self.topology.describe(lost)} is lost ({self.lost[lost[0]]}); {add} of those "
             "that are left"
         )
 
-    def why_not(self, kind: str, members: Members, present: Collection[int]) -> str:
+    def why_not(self, kind: wire.Kind, members: Members, present: Collection[int]) -> str:
         """Returns why an operation cannot run since ranks have joined, as a sentence; empty when it can.
 
         Args:
@@ -226,7 +226,7 @@ class Participants:
         who = self.topology.describe(absent)
         if members.set.id != GLOBAL_SET:
             return f"{who} cannot take part in process set {members.set.id} after join(), until every rank has joined"
-        if kind not in JOINABLE_KINDS:
+        if not wire.KINDS[kind].joinable:
             return f"{kind} is not possible while some ranks have joined: {who}; only all-reduce is"
         return ""
 

@@ -12,7 +12,6 @@ from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import Recipe, make_recipe
 from fusiond.control.coordination import Coordination
-from fusiond.control.negotiation import DIRECT_KINDS
 from fusiond.core.errors import RequestError
 from fusiond.operations.context import Context
 from fusiond.operations.executor import Executor, local_parts
@@ -195,7 +194,7 @@ class Agreement:
         agreed = (operation.key.process_set, operation.digest)
         if operation.early:  # no peer would have sent anything unless it were approved
             self.approve(*agreed, recipe.signature)
-        if agreed in self._approved and kind in DIRECT_KINDS:
+        if agreed in self._approved and wire.KINDS[kind].complete:
             self._approved.move_to_end(agreed)
             self._start(operation, (), ())
         else:
@@ -235,7 +234,7 @@ class Agreement:
         """Data of an operation has come that waits for the coordinator, or for ranks that may have joined."""
         if operation.asked and operation.exchange is None:
             assert operation.recipe is not None
-            if operation.recipe.signature.kind in DIRECT_KINDS:  # approved, or nothing would come; the verdict is late
+            if wire.KINDS[operation.kind].complete:  # approved, or nothing would come; the verdict is late
                 self.approve(operation.key.process_set, operation.digest, operation.recipe.signature)
                 self._context.trace.record(Kind.NEGOTIATE_END, operation.key.name, 0, operation.key.clock)
                 self._start(operation, (), ())

@@ -164,7 +164,9 @@ class Exchanges:
             again = partial(self.submit, rank, submit, memory, into)
             if not self._codecs.kernels_of(recipe.codec, [recipe.layout.dtype.name], again):
                 return
-        if self._participants.lost and (why := self._participants.why_not_since(signature.kind, recipe.members)):
+        carries = wire.KINDS[signature.kind].carries
+        lost = self._participants.lost
+        if lost and (why := self._participants.why_not_since(signature.kind, recipe.members, carries)):
             self._outcomes.here(key, f"{key.in_words}: {why}")
             self._outcomes.refuse(rank, submit.handle, f"{key.in_words}: {why}")
             return

@@ -105,9 +105,10 @@ class Executor:
             self._reduce(operation, self._all_reduce, recipe.reducer, codec, recipe.parts)
             return
         local = local_parts(operation) or [nothing(recipe.reducer, recipe.layout.elements)]
-        reduces = recipe.signature.kind in wire.REDUCING_KINDS
+        traits = wire.KINDS[recipe.signature.kind]
+        reduces = traits.reduces
         if not operation.is_here and len(operation.members.nodes) > 1:
-            root = operation.members.set.ranks.index(recipe.signature.root) if operation.kind == "broadcast" else None
+            root = operation.members.set.ranks.index(recipe.signature.root) if traits.root == "from" else None
             combines = reduces and not recipe.reducer.widens
             local = self._stage(operation).parts(local, root, combines)
         outputs, operation.shared = outputs_of(local)

@@ -79,7 +79,7 @@ class Operation:
     staging: Staging | NodeParts | None = None
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> wire.Kind:
         """The collective; as far as it is known here."""
         return "allreduce" if self.recipe is None else self.recipe.signature.kind
 

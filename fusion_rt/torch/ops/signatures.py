@@ -24,7 +24,6 @@ Max: Final = "max"
 Product: Final = "product"
 _OPS = (Average, Sum, Adasum, Min, Max, Product)
 _MAX_NAME = wire.MAX_NAME - 64  # characters; the kind of operation and a part's number are added
-_VERBS = {"allgather": "concatenates", "alltoall": "deals out", "reducescatter": "deals out"}
 
 
 class How(NamedTuple):
@@ -112,13 +111,14 @@ def as_real(tensor: torch.Tensor, kind: wire.Kind, op: wire.Op = Sum) -> torch.T
         return tensor
     if op not in (Average, Sum):
         raise ValueError(f"complex tensors travel as pairs of numbers, which {op} cannot combine; use Average or Sum")
-    if kind in _VERBS and not tensor.shape:
+    if wire.KINDS[kind].verb and not tensor.shape:
         raise _scalar(kind)
     return torch.view_as_real(tensor.detach().resolve_conj())
 
 
 def _scalar(kind: wire.Kind) -> ValueError:
-    return ValueError(f"{kind} {_VERBS[kind]} along the first dimension, which a scalar has not; use tensor.view(1)")
+    verb = wire.KINDS[kind].verb
+    return ValueError(f"{kind} {verb} along the first dimension, which a scalar has not; use tensor.view(1)")
 
 
 @lru_cache(maxsize=4096)
@@ -144,7 +144,7 @@ def signature_of(
         ValueError: the operation cannot take such tensors.
     """
     name = dtype_name(dtype)
-    if not shape and kind in _VERBS:
+    if not shape and wire.KINDS[kind].verb:
         raise _scalar(kind)
     if op == Average and dtype == torch.bool:
         raise ValueError("bool tensors have no average; use op=Sum (or), Product (and), Min or Max, or another dtype")
