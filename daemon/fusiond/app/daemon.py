@@ -28,7 +28,12 @@ from fusiond.app.peer_dispatch import Heard
 from fusiond.core.tracing import Trace
 from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
-from fusiond.host.process import allow_many_descriptors, ignore_float_errors, keep_freed_memory
+from fusiond.host.process import (
+    allow_many_descriptors,
+    exempt_from_collections,
+    ignore_float_errors,
+    keep_freed_memory,
+)
 from fusiond.host.runtime_directory import Directory, listen
 from fusiond.host.signals import StandardInput, tell_starter, watch_signals
 from fusiond.host.watchdog import Watchdog
@@ -145,6 +150,7 @@ class Daemon:
         if not self._config.elastic:
             self._formation.await_all()
         self._serve_metrics()
+        exempt_from_collections()
         try:
             watch_signals(self._loop, self)
             if self._config.attached or self._mesh is not None:
