@@ -33,7 +33,7 @@ from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync import carried
-from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state
+from fusion_rt.torch.sync.broadcasting import Item, OptimizerState
 from fusion_rt.torch.sync.carried import Arrays, Carried
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.wrapped import Wrapped
@@ -92,15 +92,18 @@ class DistributedHandler(Saver):
         self.value.load_own_state(copy.deepcopy(self._saved[_OWN]))
         self._pending = self._kept
 
-    def sync(self, root: int) -> None:
-        """Gives all ranks the state of one. Parameters of replicas become the mean of those ranks that have taken
-        steps."""
-        local = self.value._sync.when.local
-        if local:
+    def prepare(self) -> None:
+        """Makes the parameters of replicas, before they are given to all, the mean of those of ranks that have taken
+        steps. An operation on all ranks."""
+        if self.value._sync.when.local:
             _average(self.value)
-        broadcast_optimizer_state(self.value, root_rank=root)
-        if local:
-            self.value.load_own_state(broadcast_object(self.value.own_state(), root))
+
+    def items(self, name: str) -> list[Item]:
+        """Returns what all ranks are to have from one of them. `name`: of tensors."""
+        items: list[Item] = [OptimizerState(self.value, name)]
+        if self.value._sync.when.local:
+            items.append(Item(self.value.own_state, self.value.load_own_state))
+        return items
 
     def hand_over(self, leaving: bool) -> None:
         """Saves the state of codecs and homes before all leave a membership epoch in good order.

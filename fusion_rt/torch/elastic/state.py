@@ -23,7 +23,7 @@ from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
-from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from fusion_rt.torch.sync.broadcasting import Item, OptimizerState, Tensors, broadcast_items, named_tensors
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import shard_of
 from fusion_rt.torch.sync.wrapped import Wrapped
@@ -225,8 +225,11 @@ class ObjectState(State):
 
     def sync(self) -> None:
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._values(), *([self._root] if self._root else []))
-            self._set_attrs()
+            self._set_saved(self._bcast_object(self._values(), *([self._root] if self._root else [])))
+
+    def _set_saved(self, values: dict[str, Any]) -> None:
+        self._saved_state = values
+        self._set_attrs()
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
@@ -275,14 +278,15 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         self._agree_about_commit()
         for distributed in self._distributed():
-            distributed.sync(self._root)
+            distributed.prepare()
+        handlers = [*self._handlers.items()]
+        handlers.sort(key=lambda named: not isinstance(named[1], DistributedHandler))
+        items = [item for name, handler in handlers for item in handler.items(name)]
+        broadcast_items([*items, Item(self._values, self._set_saved)], self._root)
+        for distributed in self._distributed():
             distributed.deal()
-            distributed.save()
-        for handler in self._handlers.values():
-            if not isinstance(handler, DistributedHandler):
-                handler.sync(self._root)
-                handler.save()
-        super().sync()
+        for _, handler in handlers:
+            handler.save()
 
     def reset(self) -> None:
         for sampler in self._samplers():
@@ -389,7 +393,7 @@ class _PlainValues(Saver):
 
 
 class _Handler(Saver):
-    """Saves, restores and syncs something that has a `state_dict`."""
+    """Saves and restores something that has a `state_dict`, and says what of it all ranks are to have from one."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -402,18 +406,19 @@ class _Handler(Saver):
         # A copy, because an optimizer goes on working on the very tensors that it is given.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
-    def sync(self, root: int) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root))
+    def items(self, name: str) -> list[Item]:
+        """Returns what all ranks are to have from one of them. `name`: of tensors."""
+        return [Item(self.value.state_dict, self.value.load_state_dict)]
 
 
 class _ModelHandler(_Handler):
-    def sync(self, root: int) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=root)
+    def items(self, name: str) -> list[Item]:
+        return [Tensors([(f"{name}.{key}", tensor) for key, tensor in named_tensors(self.value.state_dict())])]
 
 
 class _OptimizerHandler(_Handler):
-    def sync(self, root: int) -> None:
-        broadcast_optimizer_state(self.value, root_rank=root)
+    def items(self, name: str) -> list[Item]:
+        return [OptimizerState(self.value, name)]
 
 
 def _check_module(module: torch.nn.Module) -> None:

@@ -19,6 +19,9 @@ from fusion_rt.torch.ops.broadcast import broadcast_, broadcast_async_
 from fusion_rt.torch.ops.gather import allgather, allgather_async
 from fusion_rt.torch.ops.handles import synchronize
 
+_LENGTH = 8  # bytes that say how long an object is
+_FIRST = 4096  # bytes of its first message: of most objects it is the only one
+
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -39,13 +42,22 @@ def broadcast_object(
         HorovodInternalError: it failed, on all ranks.
     """
     is_root = runtime().rank == root_rank
-    data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8) if is_root else None
-    length = torch.tensor([0 if data is None else data.numel()])
-    broadcast_(length, root_rank, f"{name}.length" if name else None, process_set)
-    if data is None:
-        data = torch.empty(int(length), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.data" if name else None, process_set)
-    return obj if is_root else pickle.loads(data.numpy().tobytes())
+    data = _dumps(obj) if is_root else b""
+    first = torch.zeros(_FIRST, dtype=torch.uint8)
+    if is_root:
+        head = len(data).to_bytes(_LENGTH, "little") + data[: _FIRST - _LENGTH]
+        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    broadcast_(first, root_rank, name, process_set)
+    came = first.numpy().tobytes()
+    length = int.from_bytes(came[:_LENGTH], "little")
+    begin = came[_LENGTH : _LENGTH + length]
+    if length > len(begin):
+        rest = torch.empty(length - len(begin), dtype=torch.uint8)
+        if is_root:
+            rest = torch.frombuffer(bytearray(data[len(begin) :]), dtype=torch.uint8)
+        broadcast_(rest, root_rank, f"{name}.rest" if name else None, process_set)
+        begin += b"" if is_root else rest.numpy().tobytes()
+    return obj if is_root else pickle.loads(begin)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:

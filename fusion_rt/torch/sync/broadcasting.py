@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,19 @@ def broadcast_parameters(
         ValueError: `params` is something else, or there is no such root.
         HorovodInternalError: it failed, on all ranks; for example because the ranks' models differ.
     """
+    broadcast_all(named_tensors(params), root_rank, process_set)
+
+
+def named_tensors(
+    params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
+) -> list[tuple[str | None, torch.Tensor]]:
+    """Returns the tensors of a model with their names, as `broadcast_parameters` takes them; what waits for a forward
+    pass is applied to them before.
+
+    Raises:
+        ValueError: `params` has something else.
+        HorovodInternalError: what waits has failed, on all ranks.
+    """
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = list(sorted(params.items()))
     elif isinstance(params, Iterable) and not isinstance(params, (str, torch.Tensor)):
@@ -44,7 +57,7 @@ def broadcast_parameters(
             raise ValueError(
                 f"parameter {name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it"
             )
-    broadcast_all(pairs, root_rank, process_set)
+    return pairs
 
 
 def broadcast_optimizer_state(
@@ -72,25 +85,7 @@ def broadcast_optimizer_state(
         ValueError: there is no such root, or the state does not fit this rank's parameters.
         HorovodInternalError: it failed, on all ranks.
     """
-    is_root = runtime().rank == root_rank
-    checkpoint = optimizer._sync.checkpoint if isinstance(optimizer, Wrapped) else None
-    own = optimizer.plain_state_dict() if isinstance(optimizer, Wrapped) else optimizer.state_dict()
-    codec = checkpoint.common_codec_state() if checkpoint is not None and is_root else {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    device = next((p.device for p in parameters if not p.is_cpu), "cpu")  # of what is on a device at the root
-    state, codec = _broadcast_nested((own, codec), root_rank, "optimizer_state", process_set, device)
-    if not is_root:
-        # load_state_dict makes new dicts of the groups; schedulers made for the original optimizer hold the old ones.
-        groups = optimizer.param_groups
-        optimizer.load_state_dict(state)
-        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-            group.update(loaded)
-        optimizer.param_groups = groups
-    if checkpoint is not None:
-        checkpoint.load_common_codec_state(codec)
-    for parameter in parameters if not own["state"] else ():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    broadcast_items([OptimizerState(optimizer, "optimizer_state")], root_rank, process_set)
 
 
 def broadcast_step(optimizer: Wrapped, root_rank: int) -> None:
@@ -101,28 +96,147 @@ def broadcast_step(optimizer: Wrapped, root_rank: int) -> None:
         HorovodInternalError: it failed, on all ranks.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    broadcast_all([(None, parameter.detach()) for parameter in parameters], root_rank, global_process_set)
+
+    def take(state: dict[int, Any]) -> None:
+        if runtime().rank != root_rank:
+            optimizer.state.clear()
+            optimizer.state.update({parameters[index]: entry for index, entry in state.items()})
+
     own = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}
-    device = next((parameter.device for parameter in parameters if not parameter.is_cpu), "cpu")
-    state = _broadcast_nested(own, root_rank, "step", global_process_set, device)
-    if runtime().rank != root_rank:
-        optimizer.state.clear()
-        optimizer.state.update({parameters[index]: entry for index, entry in state.items()})
+    state = Nested("step", lambda: own, take, _device_of(parameters))
+    tensors = Tensors([(f"parameter.{index}", parameter.detach()) for index, parameter in enumerate(parameters)])
+    broadcast_items([tensors, state], root_rank)
 
 
-def _broadcast_nested(
-    value: Any, root_rank: int, name: str, process_set: ProcessSet, device: torch.device | str
-) -> Any:
-    """Gives all ranks the root's nested dicts, lists and tuples. `device`: for tensors that are on one at the root."""
+def broadcast_items(items: Sequence[Item], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Gives all ranks what rank `root_rank` has of several things: what is not a tensor together, and then all tensors
+    at the same time. Ranks wait twice for each other, however many things these are.
+
+    Args:
+        items: the same on all ranks.
+        root_rank: whose values count.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: there is no such root, or a value does not fit this rank.
+        HorovodInternalError: it failed, on all ranks.
+    """
     is_root = runtime().rank == root_rank
-    tensors: list[torch.Tensor] = []
-    nested = _without_tensors(value, tensors) if is_root else None
-    like = [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in tensors]
-    nested, like = broadcast_object((nested, like), root_rank, name, process_set)
-    if not is_root:
-        tensors = [torch.empty(shape, dtype=dtype, device="cpu" if host else device) for shape, dtype, host in like]
-    broadcast_all([(f"{name}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank, process_set)
-    return value if is_root else _with_tensors(nested, tensors)
+    told = broadcast_object([item.tell() for item in items] if is_root else None, root_rank, "items", process_set)
+    pairs = [pair for item, one in zip(items, told, strict=True) for pair in item.tensors(one, is_root)]
+    broadcast_all(pairs, root_rank, process_set)
+    for item in items:
+        item.take()
+
+
+class Item:
+    """One of the things that `broadcast_items` gives to all ranks: an object that can be pickled.
+
+    Args:
+        give: returns the root's.
+        put: called with it on all ranks.
+    """
+
+    def __init__(self, give: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._give, self._put = give, put
+        self._told: Any = None
+
+    def tell(self) -> Any:
+        """Returns, on the root, what is not a tensor."""
+        return self._give()
+
+    def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
+        """Returns the tensors and their names, all of them unique, when the root's `tell` is known."""
+        self._told = told
+        return []
+
+    def take(self) -> None:
+        """Takes what has come."""
+        self._put(self._told)
+
+
+class Tensors(Item):
+    """Tensors that all ranks have, and whose values are replaced. `pairs`: with their names."""
+
+    def __init__(self, pairs: list[tuple[str | None, torch.Tensor]]) -> None:
+        super().__init__(lambda: None, lambda told: None)
+        self._pairs = pairs
+
+    def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
+        return self._pairs
+
+
+class Nested(Item):
+    """Nested dicts, lists and tuples, with the tensors in them, which other ranks need not have.
+
+    Args:
+        name: of the tensors, with a number.
+        give: returns the root's.
+        put: called with it on all ranks.
+        device: for tensors that are on one at the root.
+    """
+
+    def __init__(
+        self, name: str, give: Callable[[], Any], put: Callable[[Any], object], device: torch.device | str
+    ) -> None:
+        super().__init__(give, put)
+        self._name, self._device = name, device
+        self._tensors: list[torch.Tensor] = []
+
+    def tell(self) -> Any:
+        nested = _without_tensors(self._give(), self._tensors)
+        return nested, [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in self._tensors]
+
+    def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
+        self._told, like = told
+        if not is_root:
+            self._tensors = [
+                torch.empty(shape, dtype=dtype, device="cpu" if host else self._device) for shape, dtype, host in like
+            ]
+        return [(f"{self._name}.{index}", tensor) for index, tensor in enumerate(self._tensors)]
+
+    def take(self) -> None:
+        self._put(_with_tensors(self._told, self._tensors))
+
+
+class OptimizerState(Nested):
+    """The state of an optimizer, as `broadcast_optimizer_state` gives it to all. `name`: of its tensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self._optimizer = optimizer
+        self._checkpoint = optimizer._sync.checkpoint if isinstance(optimizer, Wrapped) else None
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._own = optimizer.plain_state_dict() if isinstance(optimizer, Wrapped) else optimizer.state_dict()
+        self._is_root = False
+        super().__init__(name, self._both, self._load, _device_of(self._parameters))
+
+    def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
+        self._is_root = is_root
+        return super().tensors(told, is_root)
+
+    def _both(self) -> Any:
+        return self._own, self._checkpoint.common_codec_state() if self._checkpoint is not None else {}
+
+    def _load(self, both: Any) -> None:
+        optimizer, (state, codec) = self._optimizer, both
+        if not self._is_root:
+            # load_state_dict makes new dicts of the groups; schedulers made for the original optimizer hold the old
+            # ones.
+            groups = optimizer.param_groups
+            optimizer.load_state_dict(state)
+            for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+                group.update(loaded)
+            optimizer.param_groups = groups
+        if self._checkpoint is not None:
+            self._checkpoint.load_common_codec_state(codec)
+        for parameter in self._parameters if not self._own["state"] else ():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device | str:
+    """Returns the device for what is on one at the root."""
+    return next((tensor.device for tensor in tensors if not tensor.is_cpu), "cpu")
 
 
 class _Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.torch import elastic
 from fusion_rt.torch.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, TorchState
+from fusion_rt.torch.sync import broadcasting
 from tests.harness import on_ranks
 
 
@@ -43,13 +45,22 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         torch.testing.assert_close(each, other, rtol=0, atol=0)
 
 
+def noting(calls: list[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does the same as the original, and notes each call."""
+
+    def noted(*given: Any) -> Any:
+        calls.append(name)
+        return original(*given)
+
+    return noted
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of one rank, without a job."""
     state: Any = elastic.state
     monkeypatch.setattr(state, "broadcast_object", lambda obj, root_rank=0: obj)
-    monkeypatch.setattr(state, "broadcast_parameters", lambda params, root_rank: None)
-    monkeypatch.setattr(state, "broadcast_optimizer_state", lambda optimizer, root_rank: None)
+    monkeypatch.setattr(state, "broadcast_items", lambda items, root_rank: None)
 
 
 def object_state(**values: Any) -> ObjectState:
@@ -172,6 +183,31 @@ def test_all_ranks_have_the_values_of_rank_0_after_a_sync() -> None:
     state.restore()  # to the sync, on the ranks whose values came with it, too
     assert state.epoch == 10
     assert_same(contents(model, optimizer), mine)
+
+
+@on_ranks
+def test_a_sync_of_many_things_waits_for_others_only_twice() -> None:
+    torch.manual_seed(hvd.rank())
+    models = [torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)]  # whose tensors have the same names
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1 + hvd.rank()) for model in models]
+    if hvd.rank() == 0:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer)
+    state: Any = hvd.elastic.TorchState(
+        models[0], optimizers[0], other=models[1], other_optimizer=optimizers[1], epoch=hvd.rank()
+    )
+    waits: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("broadcast_object", "broadcast_all"):
+            patch.setattr(broadcasting, name, noting(waits, name, getattr(broadcasting, name)))
+        state.sync()
+    assert waits == ["broadcast_object", "broadcast_all"]
+    mine = contents(*models, *optimizers)
+    assert len(mine) == 2 * (2 + 3 * 2)
+    for other in hvd.allgather_object((state.epoch, mine)):
+        assert other[0] == 0
+        assert_same(other[1], mine)
+    assert not torch.equal(models[0].weight, models[1].weight)
 
 
 @on_ranks

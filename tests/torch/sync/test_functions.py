@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -160,6 +161,14 @@ def test_objects_are_broadcast() -> None:
             assert hvd.broadcast_object(expected, root, name="object") == expected
     local = [hvd.rank()]
     assert (hvd.broadcast_object(local, 1) is local) == (hvd.rank() == 1)
+
+
+@on_ranks
+def test_objects_about_as_long_as_the_first_message_are_broadcast() -> None:
+    overhead = len(pickle.dumps("x" * 5000, protocol=pickle.DEFAULT_PROTOCOL)) - 5000
+    for length in range(4096 - overhead - 12, 4096 - overhead + 4):
+        text = "x" * length
+        assert hvd.broadcast_object(text if hvd.rank() == 0 else None, 0) == text
 
 
 @on_ranks
