@@ -9,7 +9,7 @@ from fusion_trace.analyse.link_figures import LinkFigures, link_figures
 from fusion_trace.read.chunk_columns import ChunkColumns
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import operations
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import Span
 from fusion_trace.report import sections
 from fusion_trace.simulate.model import Link
 from tests.diagnosis.generator import MS, US, S, Shape, make

@@ -14,28 +14,25 @@ from fusion_trace.analyse.overlap import PARTS, Partition, document, overview, p
 from fusion_trace.read import job as jobs
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.spans import Span, difference, intersection, total, union
+from fusion_trace.read.span_columns import common, joined, union_of, without
 from tests.diagnosis.generator import Fault, Shape, make
 from tests.tools.synthetic import MS, START, US, Job, Straggler, Tape, Truth, simulate
 
 
 def test_sets_of_spans_are_those_of_their_points() -> None:
-    generator = random.Random(0)
+    generator = np.random.default_rng(0)
     for _ in range(300):
-        sets = []
-        for _ in range(2):
-            begins = [generator.randrange(40) for _ in range(generator.randrange(6))]
-            sets.append([(begin, begin + generator.randrange(-2, 12)) for begin in begins])
-        a, b = ({point for begin, end in spans for point in range(begin, end)} for spans in sets)
-        one, two = union(sets[0]), union(sets[1])
-        both = union([*sets[0], *sets[1]])
-        for made, points in (
-            (one, a), (both, a | b), (intersection(one, two), a & b), (difference(one, two), a - b),
-        ):  # fmt: skip
-            assert {point for begin, end in made for point in range(begin, end)} == points
-            assert total(made) == len(points)
-            assert list(made) == sorted(made)
-            assert all(span.begin < span.end for span in made)
+        begins = [generator.integers(0, 40, generator.integers(0, 6)) for _ in range(2)]
+        lists = [(begin, begin + generator.integers(-2, 12, len(begin))) for begin in begins]
+        a, b = ({point for begin, end in zip(*its, strict=True) for point in range(begin, end)} for its in lists)
+        one, two = (union_of(*its) for its in lists)
+        both = joined(lists)
+        for made, points in ((one, a), (both, a | b), (common(one, two), a & b), (without(one, two), a - b)):
+            spans = list(zip(made.begin.tolist(), made.end.tolist(), strict=True))
+            assert {point for begin, end in spans for point in range(begin, end)} == points
+            assert made.within(np.array([-5]), np.array([60])).tolist() == [len(points)]
+            assert spans == sorted(spans)
+            assert all(begin < end for begin, end in spans)
 
 
 def by_counting(truth: Truth, rank: int, number: int) -> dict[str, int]:
@@ -176,7 +173,8 @@ def test_a_wait_that_spans_two_steps_counts_in_both(tmp_path: Path) -> None:
 
 
 def test_union_joins_spans_that_touch() -> None:
-    assert union([(3, 5), (1, 3), (7, 7)]) == (Span(1, 5),)
+    found = union_of(np.array([3, 1, 7]), np.array([5, 3, 7]))
+    assert (found.begin.tolist(), found.end.tolist()) == ([1], [5])
 
 
 def test_a_rank_that_is_stopped_with_its_answer_there_waits_for_nobody() -> None:

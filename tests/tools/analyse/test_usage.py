@@ -10,7 +10,7 @@ import pytest
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.analyse import usage
 from fusion_trace.read import job
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import Span
 from tests.tools.synthetic import MS, START, S, Tape
 
 MIB = 1 << 20

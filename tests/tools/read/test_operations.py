@@ -10,7 +10,8 @@ import pytest
 from fusion_rt.tracing.format import Flush, Kind, Role
 from fusion_trace.read import job as jobs
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import Key, all_steps, operations, phases, steps_of
+from fusion_trace.read.operations import Key, all_steps, operations, steps_of
+from fusion_trace.read.span_columns import phase_columns
 from tests.tools.synthetic import MS, START, US, Job, S, Tape, simulate
 
 
@@ -40,7 +41,8 @@ def test_modules_within_modules_are_one_phase_and_what_has_not_ended_is_none(tmp
     for kind in (Kind.FORWARD_END, Kind.FORWARD_BEGIN, Kind.FORWARD_BEGIN, Kind.FORWARD_END, Kind.FORWARD_BEGIN):
         tape.add(kind, START + len(tape.rows) * MS)
     worker = load(tmp_path, tape).workers[0]
-    assert phases(worker, Kind.FORWARD_BEGIN, Kind.FORWARD_END) == ((START + MS, START + 3 * MS),)
+    begin, end = phase_columns(worker, Kind.FORWARD_BEGIN, Kind.FORWARD_END)
+    assert (begin.tolist(), end.tolist()) == ([START + MS], [START + 3 * MS])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,13 +11,22 @@ import pytest
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.analyse.overlap import PARTS, partitions
 from fusion_trace.analyse.summary import traffic
-from fusion_trace.read import spans
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import Operation, all_steps, operations, pairs, phases, script, within
+from fusion_trace.read.operations import Operation, all_steps, operations
 from fusion_trace.read.ring_reader import RECORD_DTYPE
-from fusion_trace.read.span_columns import SpanSet, common, joined, pair_columns, phase_columns, union_of, without
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import (
+    Span,
+    SpanSet,
+    common,
+    joined,
+    pair_columns,
+    phase_columns,
+    union_of,
+    without,
+)
 from tests.diagnosis.generator import MS, Shape, make
+from tests.tools import plain_spans
+from tests.tools.plain_spans import pairs, phases, script, within
 
 
 def listed(found: SpanSet) -> tuple[Span, ...]:
@@ -29,14 +38,14 @@ def test_sets_of_spans_are_joined_cut_and_measured_alike(seed: int) -> None:
     generator = np.random.default_rng(seed)
     begins = [generator.integers(0, 60, generator.integers(0, 20)) for _ in range(2)]
     lists = [(begin, begin + generator.integers(-2, 9, len(begin))) for begin in begins]
-    one, other = (spans.union(zip(*(side.tolist() for side in each), strict=True)) for each in lists)
+    one, other = (plain_spans.union(zip(*(side.tolist() for side in each), strict=True)) for each in lists)
     first, second = (union_of(*each) for each in lists)
     assert (listed(first), listed(second)) == (one, other)
-    assert listed(joined(lists)) == spans.union([*one, *other])
-    assert listed(common(first, second)) == spans.intersection(one, other)
-    assert listed(without(first, second)) == spans.difference(one, other)
+    assert listed(joined(lists)) == plain_spans.union([*one, *other])
+    assert listed(common(first, second)) == plain_spans.intersection(one, other)
+    assert listed(without(first, second)) == plain_spans.difference(one, other)
     edges = np.sort(generator.integers(-5, 70, 9))
-    measured = [spans.total(spans.intersection(one, (Span(a, b),))) for a, b in pairwise(edges)]
+    measured = [plain_spans.total(plain_spans.intersection(one, (Span(a, b),))) for a, b in pairwise(edges)]
     assert first.within(edges[:-1], edges[1:]).tolist() == measured
 
 
@@ -95,10 +104,10 @@ def one_by_one(trace: JobTrace) -> list[tuple[int, ...]]:
     every = list(operations(trace).values())
     for rank, steps in all_steps(trace).items():
         worker = trace.workers[rank]
-        flights = spans.union(each for op in every if (each := flight(op, rank, trace.node_of[rank])) is not None)
+        flights = plain_spans.union(each for op in every if (each := flight(op, rank, trace.node_of[rank])) is not None)
         over = [span for op in every for span in late(op, rank, trace.node_of[rank])]
-        waits = spans.union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
-        working = spans.union(
+        waits = plain_spans.union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
+        working = plain_spans.union(
             [
                 *chain(*script(worker).values()),
                 *pairs(worker, Kind.COPY_BEGIN, Kind.COPY_END),
@@ -106,10 +115,10 @@ def one_by_one(trace: JobTrace) -> list[tuple[int, ...]]:
             ]
         )
         sets = (
-            spans.difference(spans.difference(working, waits), flights),
-            spans.difference(flights, waits),
-            spans.intersection(waits, flights),
-            spans.difference(spans.difference(waits, spans.union(over)), flights),
+            plain_spans.difference(plain_spans.difference(working, waits), flights),
+            plain_spans.difference(flights, waits),
+            plain_spans.intersection(waits, flights),
+            plain_spans.difference(plain_spans.difference(waits, plain_spans.union(over)), flights),
         )
         columns = zip(*(within(steps, each) for each in sets), strict=True)
         found += [(rank, step.number, *parts, step.ns - sum(parts)) for step, parts in zip(steps, columns, strict=True)]

@@ -1,4 +1,4 @@
-"""Sets of spans of time in columns, by group: as `read.spans` has them for one set, for all operations of a job."""
+"""Spans of time in columns, by group: as `read.span_columns` has them for one set, for all operations of a job."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fusion_trace.read.span_columns import covered_by_group
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -55,43 +57,11 @@ def paired(group: Ints, begin: Floats, other: Ints, end: Floats) -> tuple[Ints, 
 
 def covered(group: Ints, begin: Floats, end: Floats, groups: int) -> Floats:
     """Returns how long the union of each group's spans is; float64, of length `groups`."""
+    found = np.zeros(groups)
     kept = end > begin
-    group, begin, end = group[kept], begin[kept], end[kept]
-    if not len(group):
-        return np.zeros(groups)
-    order = np.lexsort((begin, group))
-    group, begin, end = group[order], begin[order], end[order]
-    base = begin.min()
-    apart = (end.max() - base + 1) * group  # groups follow each other without touching
-    reached = np.maximum.accumulate(end - base + apart)
-    new = np.maximum(reached - np.maximum(np.r_[-1.0, reached[:-1]], begin - base + apart), 0)
-    return np.bincount(group, new, groups).astype(float)
-
-
-class Busy:
-    """The union of spans, as a function of time.
-
-    Args:
-        begin, end: of the spans, in any order; they may overlap.
-    """
-
-    def __init__(self, begin: Floats, end: Floats) -> None:
-        order = np.argsort(begin, kind="stable")
-        begin, end = begin[order], end[order]
-        if not len(begin):
-            self._at, self._sum = np.zeros(1), np.zeros(1)
-            return
-        reached = np.maximum.accumulate(end)
-        starts = np.r_[True, begin[1:] > reached[:-1]]
-        first = np.flatnonzero(starts)
-        last = np.r_[first[1:] - 1, len(begin) - 1]
-        self._at = np.column_stack([begin[first], reached[last]]).ravel()
-        self._sum = np.column_stack([np.zeros(len(first)), reached[last] - begin[first]]).ravel().cumsum()
-
-    def within(self, begin: Floats, end: Floats) -> Floats:
-        """Returns how much of it is in each span from `begin` to `end`."""
-        found: Floats = np.interp(end, self._at, self._sum) - np.interp(begin, self._at, self._sum)
-        return found
+    numbers, lengths = covered_by_group(group[kept], begin[kept], end[kept])
+    found[numbers] = lengths
+    return found
 
 
 class Carried:

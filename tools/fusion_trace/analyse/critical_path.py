@@ -27,8 +27,7 @@ from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import SCRIPT, DaemonPart, Key, Operation, Operations, Step, all_steps, operations
-from fusion_trace.read.span_columns import joined, matched, pair_columns, phase_columns, union_of, without
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import Span, joined, matched, pair_columns, phase_columns, union_of, without
 
 ACTIVITIES = (
     "forward", "backward", "step", "copy", "apply", "wake-up", "other", "hand-over", "daemon", "reduce", "encode",

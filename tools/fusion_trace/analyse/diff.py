@@ -23,8 +23,8 @@ from fusion_trace.analyse.distributions import SHARE, Comparison, Series
 from fusion_trace.analyse.overlap import PARTS, partitions
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import all_steps, script, within
-from fusion_trace.read.spans import union
+from fusion_trace.read.operations import SCRIPT, all_steps, bounds_of
+from fusion_trace.read.span_columns import phase_columns, union_of
 
 MEASURES = ("step", *PARTS, "forward", "backward", "step()")
 LEAST_STEPS = 8  # of each job
@@ -103,8 +103,10 @@ def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Samples:
         own[part.rank].append(sum(part.parts[name] for name in _OWN))
     for rank, steps in all_steps(trace).items():
         kept = [step for step in steps if step.number in chosen]
-        for name, spans in script(trace.workers[rank]).items():
-            for step, ns in zip(kept, within(kept, union(spans)), strict=True):
+        bounds = bounds_of(kept)
+        for name, kinds in SCRIPT.items():
+            inside = union_of(*phase_columns(trace.workers[rank], *kinds)).within(*bounds)
+            for step, ns in zip(kept, inside.tolist(), strict=True):
                 sums[step.number][name].append(ns)
     measures = {name: np.array([np.mean(sums[number][name]) for number in sorted(sums)], float) for name in MEASURES}
     return Samples(trace.job, measures, {rank: np.array(its, float) for rank, its in sorted(own.items())})

@@ -22,10 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind
-from fusion_trace.analyse.columns_of_spans import Busy, Floats, Ints
+from fusion_trace.analyse.columns_of_spans import Floats, Ints
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operations import SCRIPT
 from fusion_trace.read.ring_reader import Records
+from fusion_trace.read.span_columns import phase_columns, union_of
 
 SUBMIT, WAIT, END = 0, 1, 2
 _LOOK_BACK = 8  # operations before one, among which the last one that was through before it is sought
@@ -263,13 +265,13 @@ class _Maker:
         for column, rank in enumerate(self.ranks):
             known = ~np.isnan(wait_end[:, column])
             begin, end = wait_begin[known, column], wait_end[known, column]
-            waits = Busy(begin, end)
+            waits = union_of(begin, end)
             ends = self.step_end[:, column].astype(float)
-            for name, kinds in (
-                ("forward", (Kind.FORWARD_BEGIN, Kind.FORWARD_END)),
-                ("backward", (Kind.BACKWARD_BEGIN, Kind.BACKWARD_END)),
-            ):
-                opened, closed = _phases_of(self.trace.workers[rank], *kinds, self.origin)
+            for name in ("forward", "backward"):
+                opened, closed = (
+                    (times - self.origin).astype(float)
+                    for times in phase_columns(self.trace.workers[rank], *SCRIPT[name])
+                )
                 _add(found[name][:, column], ends, opened, closed - opened - waits.within(opened, closed))
             still = end - np.maximum(begin, answered[known, column])
             _add(found["still"][:, column], ends, begin, still)
@@ -281,17 +283,6 @@ def _add(into: Floats, ends: Floats, at: Floats, values: Floats) -> None:
     place = np.searchsorted(ends, at)
     inside = (place < len(ends)) & (at >= 0)
     into += np.bincount(place[inside], values[inside], len(into))
-
-
-def _phases_of(worker: Process, begin: Kind, end: Kind, origin: int) -> tuple[Floats, Floats]:
-    """Returns the begins and ends of a worker's phases: where a begin follows a begin, the first one counts."""
-    records = worker.of(begin, end)
-    opens = records["kind"] == begin
-    closing = np.flatnonzero(~opens & np.r_[False, opens[:-1]]) if len(opens) else np.zeros(0, int)
-    first = np.flatnonzero(opens & np.r_[True, ~opens[:-1]]) if len(opens) else np.zeros(0, int)
-    count = min(len(first), len(closing))
-    time = (records["time"] - origin).astype(float)
-    return time[first[:count]], time[closing[:count]]
 
 
 def _before(last: Floats, through: Floats, coupled: NDArray[np.bool_]) -> Ints:

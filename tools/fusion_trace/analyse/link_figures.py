@@ -9,8 +9,7 @@ import numpy as np
 from fusion_trace.read.chunk_columns import ChunkColumns
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operation_index import NEVER
-from fusion_trace.read.span_columns import union_of
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import Span, union_of
 from fusion_trace.simulate.links import LEAST_CHUNK, link_speed, with_bursts
 from fusion_trace.simulate.model import Link
 

@@ -30,7 +30,7 @@ from fusion_rt.tracing.format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex
-from fusion_trace.read.operations import SCRIPT, Operations, Step, all_steps, operations
+from fusion_trace.read.operations import SCRIPT, Operations, Step, all_steps, bounds_of, operations
 from fusion_trace.read.span_columns import (
     SpanSet,
     common,
@@ -150,7 +150,7 @@ def _of_rank(worker: Process, steps: Sequence[Step], flights: SpanSet, late: Spa
         "exposed": common(waits, flights),
         "waiting": without(without(waits, late), flights),
     }
-    begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
+    begin, end = bounds_of(steps)
     columns = {name: its.within(begin, end) for name, its in sets.items()}
     columns["idle"] = end - begin - sum(columns.values())
     parts = zip(*(columns[name].tolist() for name in PARTS), strict=True)

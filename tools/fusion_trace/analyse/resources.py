@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import Kind
-from fusion_trace.analyse.columns_of_spans import Busy, Carried, Floats, Ints, covered, distinct, paired, run
+from fusion_trace.analyse.columns_of_spans import Carried, Floats, Ints, covered, distinct, paired, run
 from fusion_trace.analyse.ledger import Ledger, keys_of
 from fusion_trace.read.job import JobTrace
+from fusion_trace.read.operations import KERNELS
 from fusion_trace.read.ring_reader import Records
+from fusion_trace.read.span_columns import matched, union_of
 
 PARTS_OF_DAEMON = ("hand-over", "start", "kernels", "taking", "answer")
-_KERNELS = (
-    (Kind.REDUCE_BEGIN, Kind.REDUCE_END),
-    (Kind.ENCODE_BEGIN, Kind.ENCODE_END),
-    (Kind.DECODE_BEGIN, Kind.DECODE_END),
-)
 _Side = tuple[Ints, Floats, Records]
 
 
@@ -114,7 +111,7 @@ class _Resources:
         waited = np.isfinite(agreed[run])
         found["start"] = [(run[waited], agreed[run][waited], begun[waited])]
         found["kernels"] = []
-        for opens, closes in _KERNELS:
+        for opens, closes in KERNELS.values():
             a, b = self.place(daemon.of(opens)), self.place(daemon.of(closes))
             found["kernels"].append(paired(a[0], a[1], b[0], b[1]))
         over, done, _ = self.place(daemon.of(Kind.RUN_END))
@@ -173,7 +170,7 @@ class _Resources:
                 end = np.maximum(begin, end)
                 _, waits_from, waits_to = _turns(_of_peer(out[Kind.QUEUED], target), sent)
                 # Who waits for its turn waits for what is under way, and for word that it has come.
-                busy = Busy(np.concatenate([begin, waits_from]), np.concatenate([end, waits_to]))
+                busy = union_of(np.concatenate([begin, waits_from]), np.concatenate([end, waits_to]))
                 at = self.begin, self.book.through
                 spans = np.searchsorted(np.sort(begin), at[1]) - np.searchsorted(np.sort(end), at[0])
                 weight = Carried(begin, end, nbytes)
@@ -218,20 +215,11 @@ def _turns(queued: _Side, sent: _Side) -> tuple[Ints, Floats, Floats]:
     turn = queued[2]["extra"] == 1
     of = np.concatenate([queued[0][turn], sent[0]])
     time = np.concatenate([queued[1][turn], sent[1]])
-    change = np.repeat([1, -1], [int(turn.sum()), len(sent[0])])
-    order = np.lexsort((-change, time, of))
-    of, time, change = of[order], time[order], change[order]
-    if not len(of):
-        return of, time, time
-    new = np.r_[True, of[1:] != of[:-1]]
-    walked = np.cumsum(change)
-    base = np.maximum.accumulate(np.where(new, np.arange(len(of)), 0))
-    walked = walked - (walked - change)[base]
-    far = 2 * len(of) * np.cumsum(new)  # each operation's walk lies below the one before
-    lowest = np.minimum.accumulate(np.minimum(walked, 0) - far)
-    earlier = np.where(new, -far, np.r_[0, lowest[:-1]])
-    waited = (change < 0) & (lowest == earlier)
-    return paired(of[change > 0], time[change > 0], of[waited], time[waited])
+    waits = np.arange(len(of)) < turn.sum()
+    order = np.lexsort((~waits, time))
+    of, time = of[order], time[order]
+    begin, end = matched(of, waits[order])
+    return of[begin], time[begin], time[end]
 
 
 def _by_number_or_order(first: _Side, second: _Side) -> tuple[Ints, Floats, Floats]:

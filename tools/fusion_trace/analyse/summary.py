@@ -14,8 +14,9 @@ from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview,
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import Ints
-from fusion_trace.read.operations import Operations, operations, pairs
+from fusion_trace.read.operations import Operations, operations
 from fusion_trace.read.ring_reader import RECORD_DTYPE, Records
+from fusion_trace.read.span_columns import pair_columns
 
 _MUCH_LONGER = 1.5  # than most ranks' steps
 _LONG_START = 10**9  # ns
@@ -237,10 +238,9 @@ def _of_daemon(trace: JobTrace, node: int, daemon: Process) -> Iterator[str]:
         again = dict(_by_peer(daemon, Kind.FOUND)).get(peer, 0)
         to = f"to {trace.host_of(peer)}" if peer != NOBODY else "to a peer"
         yield f"{who}: connections {to} broke {_times(count)}, and were made again {_times(again)}"
-    blocked = pairs(daemon, Kind.BLOCKED_BEGIN, Kind.BLOCKED_END)
-    if blocked:
-        total = sum(span.ns for span in blocked)
-        yield f"{who}: it could not send {_times(len(blocked))}, for {total / 1e9:.3f} s together"
+    begin, end = pair_columns(daemon, Kind.BLOCKED_BEGIN, Kind.BLOCKED_END)
+    if len(begin):
+        yield f"{who}: it could not send {_times(len(begin))}, for {int((end - begin).sum()) / 1e9:.3f} s together"
     stalls: dict[str, int] = {}
     for row in daemon.of(Kind.STALL):
         name = trace.names[row["name"]]

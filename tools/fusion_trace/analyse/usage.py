@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import Span
 
 MOST_POINTS = 240  # of a curve
 Series = NDArray[np.float64]

@@ -8,7 +8,7 @@ tuples), because rings are finite and processes die; nothing is invented for it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,8 +23,7 @@ from fusion_trace.read.chunk_columns import ChunkColumns, chunk_columns
 from fusion_trace.read.chunks import Chunk, Row
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import NEVER, Ints, index_of
-from fusion_trace.read.ring_reader import Records
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import Span
 
 SCRIPT = {
     "forward": (Kind.FORWARD_BEGIN, Kind.FORWARD_END),
@@ -161,64 +160,10 @@ def all_steps(trace: JobTrace) -> dict[int, tuple[Step, ...]]:
     return {rank: steps_of(worker) for rank, worker in sorted(trace.workers.items())}
 
 
-def within(steps: Sequence[Step], spans: Sequence[Span]) -> list[int]:
-    """Returns how much of a set is in each step, ns. Steps in order of time."""
-    lengths = []
-    first = 0
-    for step in steps:
-        while first < len(spans) and spans[first].end <= step.begin:
-            first += 1
-        ns, place = 0, first
-        while place < len(spans) and spans[place].begin < step.end:
-            ns += min(spans[place].end, step.end) - max(spans[place].begin, step.begin)
-            place += 1
-        lengths.append(ns)
-    return lengths
-
-
-def pairs(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
-    """Returns the spans from each `begin` to the `end` that belongs to it (the same name, plan and clock), by time.
-
-    A begin without an end, or the other way round, is left out: its partner is lost, or has not come yet.
-    """
-    found = process.of(begin, end)
-    spans, _ = _pair(found, begin)
-    return tuple(sorted(span for _, span in spans))
-
-
-def script(worker: Process) -> dict[str, tuple[Span, ...]]:
-    """Returns when a worker's script was in each of its phases: `forward`, `backward` and `step()`."""
-    return {name: phases(worker, *kinds) for name, kinds in SCRIPT.items()}
-
-
-def phases(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
-    """Returns spans, as `pairs` does, of things that do not overlap and are about nothing in particular."""
-    found = process.of(begin, end)
-    spans, opened = [], -1
-    for kind, time in zip(found["kind"].tolist(), found["time"].tolist(), strict=True):
-        if kind == begin:
-            opened = time if opened < 0 else opened  # modules within modules: the outer one counts
-        elif opened >= 0:
-            spans.append(Span(opened, time))
-            opened = -1
-    return tuple(spans)
-
-
-def _pair(records: Records, begin: Kind) -> tuple[list[tuple[tuple[int, int, int], Span]], int]:
-    """Returns spans with what they are about, and how many begins or ends have no partner."""
-    opened: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
-    spans, alone = [], 0
-    for name, plan, clock, kind, time in zip(
-        *(records[field].tolist() for field in ("name", "plan", "clock", "kind", "time")), strict=True
-    ):
-        key = (name, plan, clock)
-        if kind == begin:
-            opened[key].append(time)
-        elif opened[key]:
-            spans.append((key, Span(opened[key].popleft(), time)))
-        else:
-            alone += 1
-    return spans, alone + sum(map(len, opened.values()))
+def bounds_of(steps: Sequence[Step]) -> tuple[Ints, Ints]:
+    """Returns the begins and ends of steps."""
+    begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
+    return begin, end
 
 
 KERNELS = {

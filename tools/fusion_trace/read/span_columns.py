@@ -1,9 +1,10 @@
-"""Sets of points in time as `read.spans` has them, in columns: for processes with millions of records. Exact."""
+"""Sets of points in time, in columns: for processes with millions of records. Everything here is exact."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +14,33 @@ from fusion_trace.read.job import Process
 from fusion_trace.read.ring_reader import Records
 
 Ints = NDArray[np.int64]
+Times = NDArray[Any]
+"""ns: int64, or float64."""
+
+
+class Span(NamedTuple):
+    """From `begin` up to, but without, `end`; ns on the axis of the job."""
+
+    begin: int
+    end: int
+
+    @property
+    def ns(self) -> int:
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, eq=False)
 class SpanSet:
-    """Sorted, disjoint, half-open intervals; int64 ns, both of shape (n,)."""
+    """Sorted, disjoint, half-open intervals, both of shape (n,)."""
 
-    begin: Ints
-    end: Ints
+    begin: Times
+    end: Times
 
-    def within(self, begin: Ints, end: Ints) -> Ints:
+    def within(self, begin: Times, end: Times) -> Times:
         """Returns how much of the set is in each of these spans."""
         return self._before(end) - self._before(begin)
 
-    def _before(self, time: Ints) -> Ints:
+    def _before(self, time: Times) -> Times:
         """Returns how much of the set is before each time."""
         if not len(self.begin):
             return np.zeros(len(time), np.int64)
@@ -34,11 +48,11 @@ class SpanSet:
         sums = np.concatenate([[0], np.cumsum(lengths)])
         place = np.searchsorted(self.begin, time, "right") - 1
         inside = np.minimum(time - self.begin[np.maximum(place, 0)], lengths[np.maximum(place, 0)])
-        found: Ints = np.where(place < 0, 0, sums[np.maximum(place, 0)] + inside)
+        found: Times = np.where(place < 0, 0, sums[np.maximum(place, 0)] + inside)
         return found
 
 
-def union_of(begin: Ints, end: Ints) -> SpanSet:
+def union_of(begin: Times, end: Times) -> SpanSet:
     """Returns what is in any of these spans. They may overlap and be in any order; empty ones are left out."""
     kept = end > begin
     begin, end = begin[kept], end[kept]
@@ -106,7 +120,7 @@ def matched(group: Ints, opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     return order[begins[partner]], order[np.flatnonzero(ends)]
 
 
-def covered_by_group(group: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+def covered_by_group(group: Ints, begin: Times, end: Times) -> tuple[Ints, Times]:
     """Returns the groups that have spans, in order, and how long the union of each one's spans is; spans as in
     `union_of`, but a group with nothing but empty ones has a length, 0."""
     order = np.lexsort((begin, group))
@@ -124,14 +138,18 @@ def covered_by_group(group: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
     return numbers, np.add.reduceat(new, first)
 
 
-def _width(begin: Ints, end: Ints, first: Ints) -> Ints:
+def _width(begin: Times, end: Times, first: Ints) -> Times:
     """Returns from where to where the spans of each group go, and a bit more."""
-    found: Ints = np.maximum.reduceat(end, first) - begin[first] + 1
+    found: Times = np.maximum.reduceat(end, first) - begin[first] + 1
     return found
 
 
 def pair_columns(process: Process, begin: Kind, end: Kind) -> tuple[Ints, Ints]:
-    """Returns begins and ends of the spans that `operations.pairs` finds, in no order."""
+    """Returns begins and ends of the spans from each `begin` to the `end` that belongs to it (the same name, plan and
+    clock), in no order.
+
+    A begin without an end, or the other way round, is left out: its partner is lost, or has not come yet.
+    """
     records = process.of(begin, end)
     opened, closed = matched(groups_of(records), records["kind"] == begin)
     return records["time"][opened], records["time"][closed]
@@ -147,7 +165,8 @@ def groups_of(records: Records) -> Ints:
 
 
 def phase_columns(process: Process, begin: Kind, end: Kind) -> tuple[Ints, Ints]:
-    """Returns begins and ends of the spans that `operations.phases` finds, by time."""
+    """Returns begins and ends of the spans, as `pair_columns` does, of things that do not overlap and are about nothing
+    in particular, by time. Of modules within modules the outer one counts."""
     records = process.of(begin, end)
     if not len(records):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

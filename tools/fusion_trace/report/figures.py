@@ -19,7 +19,7 @@ from fusion_trace.analyse.usage import Usage
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import operations
-from fusion_trace.read.spans import Span
+from fusion_trace.read.span_columns import Span
 from fusion_trace.report import timeline
 from fusion_trace.report.curves import Curves, replayed_steps, sweep
 from fusion_trace.report.timeline import DrawnStep

@@ -26,7 +26,7 @@ from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import Ints
-from fusion_trace.read.operations import Operation, Operations, Step, operations, steps_of
+from fusion_trace.read.operations import Operation, Operations, Step, bounds_of, operations, steps_of
 from fusion_trace.read.span_columns import pair_columns, union_of
 from fusion_trace.simulate.links import links_of
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
@@ -340,8 +340,7 @@ def _rows(
 def _waited(worker: Process, steps: Sequence[Step]) -> tuple[float, ...]:
     """Returns for how long each step was kept waiting (s)."""
     waits = union_of(*pair_columns(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
-    begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
-    return tuple((waits.within(begin, end) / S).tolist())
+    return tuple((waits.within(*bounds_of(steps)) / S).tolist())
 
 
 def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
