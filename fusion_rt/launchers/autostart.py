@@ -8,34 +8,22 @@ another id, with a daemon of its own.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import secrets
-import select
 import socket
-import subprocess
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from fusion_rt.client import Client
 from fusion_rt.client.joining import DaemonGone
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import (
-    DAEMON_COMMAND,
-    DaemonConfig,
-    Endpoint,
-    PeerTable,
-    StartError,
-    decode_line,
-    encode_line,
-    job_directory,
-    make_private_directory,
-    socket_path,
-)
+from fusion_rt.host import daemon_start
+from fusion_rt.host.bootstrap import DaemonConfig, StartError, socket_path
+from fusion_rt.host.daemon_start import StartedDaemon
 from fusion_rt.host.private_files import read_secret
 from fusion_rt.launchers.entries import Arrival
 from fusion_rt.launchers.environment import Environment
@@ -46,51 +34,6 @@ from fusion_rt.settings import Settings
 
 SECRET_FILE = "~/.fusion_rt_secret"  # where errors and docs suggest to keep a secret
 _STARTS = itertools.count()  # of daemons on one host; all its ranks count alike
-_LOG_TAIL = 2000  # characters of the daemon's log that an error quotes
-
-
-class StartedDaemon:
-    """The daemon that this worker has started; to be kept until the worker leaves.
-
-    Attributes:
-        endpoint: where its peers reach it.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], log: str, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self._process = process
-        self._log = log
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def introduce(self, peers: PeerTable) -> None:
-        """Tells it where its peers listen."""
-        assert self._process.stdin is not None
-        with (
-            contextlib.suppress(BrokenPipeError),
-            self._process.stdin as stdin,
-        ):  # who connects finds out why it is gone
-            stdin.write(encode_line(peers))
-
-    def end(self) -> None:
-        """Ends it, because its job has not come about."""
-        assert self._process.stdin is not None
-        self._process.terminate()
-        self._process.stdin.close()
-        self._process.wait()
-
-    def wait(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for it to end, as it does once all its workers have left; whether it has."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return False
-        if os.path.exists(self._log) and not os.path.getsize(self._log):  # nothing happened that is worth keeping
-            os.unlink(self._log)
-            os.rmdir(os.path.dirname(self._log))
-        return True
 
 
 def join(
@@ -231,82 +174,7 @@ def path_of_socket(where: Environment, settings: Settings) -> str:
 
 
 def start(where: Environment, topology: Topology, settings: Settings, address: str = "127.0.0.1") -> StartedDaemon:
-    """Starts this node's daemon, and returns when it listens; for the daemons of other nodes at `address`.
-
-    Raises:
-        FusionError: it did not come up; the text says why.
-    """
-    root = os.path.abspath(settings.runtime_root())
-    directory = job_directory(root, where.job, where.node)
-    make_private_directory(root)
-    make_private_directory(directory)
+    """Starts this node's daemon, and returns when it listens; for the daemons of other nodes at `address`. Raises as
+    `daemon_start.start`."""
     config = DaemonConfig(where.job, where.node, topology, address, attached=False)
-    log = os.path.join(directory, "log")
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as errors:
-        process = subprocess.Popen(
-            DAEMON_COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            cwd="/",  # files of the working directory might shadow Python's own modules
-            env=_environment(os.environ, root),
-            start_new_session=True,
-        )
-    assert process.stdin is not None
-    try:
-        answer = _introduce(process, encode_line(config), settings.start_timeout)
-        if isinstance(answer, StartError):
-            process.wait()
-            raise FusionError(f"the daemon did not start: {answer.error or _how_it_ended(process, log)}")
-        if len(topology.hosts) == 1:
-            process.stdin.close()  # there are no peers to tell it of
-    except BaseException:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        raise
-    return StartedDaemon(process, log, answer)
-
-
-def _introduce(process: subprocess.Popen[bytes], config: bytes, timeout: float) -> Endpoint | StartError:
-    """Sends the configuration and reads the answer; an empty `StartError` if the daemon ends without a word."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    deadline = time.monotonic() + timeout
-    try:
-        process.stdin.write(config)
-        process.stdin.flush()
-    except BrokenPipeError:
-        return StartError("")
-    line = b""
-    with process.stdout as stdout:
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([stdout], [], [], max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise FusionError(f"the daemon did not come up within {timeout:g} s; raise HOROVOD_START_TIMEOUT if "
-                                  "this host needs longer")  # fmt: skip
-            part = os.read(stdout.fileno(), 65536)
-            if not part:
-                return StartError("")
-            line += part
-    answer: Endpoint | StartError = decode_line(line, Endpoint | StartError)  # type: ignore[arg-type]
-    return answer
-
-
-def _how_it_ended(process: subprocess.Popen[bytes], log: str) -> str:
-    with open(log, encoding="utf-8", errors="replace") as file:
-        tail = file.read()[-_LOG_TAIL:].strip()
-    return f"it ended with status {process.returncode}. Its log ({log}) ends with:\n{tail}"
-
-
-def _environment(environ: Mapping[str, str], root: str) -> dict[str, str]:
-    """The worker's environment with every path in it made absolute, since the daemon runs in another directory."""
-    paths = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    traces = environ.get("FUSION_TRACE_DIR")
-    return {
-        **environ,
-        **({"FUSION_TRACE_DIR": os.path.abspath(traces)} if traces else {}),
-        "FUSION_RUNTIME_DIR": root,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONSAFEPATH": "1",
-    }
+    return daemon_start.start(config, os.path.abspath(settings.runtime_root()), settings.start_timeout)

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from fusion_rt.client import Client
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.core.topology import Topology
+from fusion_rt.host import daemon_start
 from fusion_rt.host.bootstrap import Endpoint, PeerTable
 from fusion_rt.launchers import autostart, rendezvous
 from fusion_rt.launchers.entries import Introduction, seal
@@ -74,10 +75,10 @@ def test_why_a_daemon_does_not_start_is_said(runtime_dir: Path, monkeypatch: pyt
     with pytest.raises(FusionError, match="the daemon did not start: FUSION_WINDOW_BYTES: 'nonsense' is not"):
         autostart.start(where, ALONE, settings)
     monkeypatch.delenv("FUSION_WINDOW_BYTES")
-    monkeypatch.setattr(autostart, "DAEMON_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such luck')"))
+    monkeypatch.setattr(daemon_start, "DAEMON_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such luck')"))
     with pytest.raises(FusionError, match=r"(?s)ended with status 1\. Its log .*no such luck"):
         autostart.start(where, ALONE, settings)
-    monkeypatch.setattr(autostart, "DAEMON_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(daemon_start, "DAEMON_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "0.2")
     with pytest.raises(FusionError, match=r"did not come up within 0\.2 s"):
         autostart.start(where, ALONE, Settings.from_env())

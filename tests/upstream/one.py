@@ -19,7 +19,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from fusion_rt.launchers import autostart
+from fusion_rt.host import daemon_start
 from tests.upstream import suites
 
 _CLONE_NEWNET = 0x40000000
@@ -57,7 +57,7 @@ def main(request: str) -> None:
     os.setsid()
     logging.basicConfig(format="%(message)s")
     Rank.namespaces, Rank.ranks = asked["namespaces"], asked["ranks"]
-    autostart.DAEMON_COMMAND = (*asked["python"], *autostart.DAEMON_COMMAND[1:])
+    daemon_start.DAEMON_COMMAND = (*asked["python"], *daemon_start.DAEMON_COMMAND[1:])
     from torch.testing._internal import common_distributed, common_utils
 
     common_utils.PRINT_REPRO_ON_FAILURE = False

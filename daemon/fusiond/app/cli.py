@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from enum import Enum
@@ -17,7 +16,7 @@ import typer
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import Topology
-from fusion_rt.host import bootstrap
+from fusion_rt.host import bootstrap, daemon_start
 from fusion_rt.local.daemons import Found, ask, find
 from fusion_rt.settings import Settings
 
@@ -28,7 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _ANSWER = 10.0  # seconds for a daemon
-_LOG_TAIL = 2000  # characters of the log of a daemon that did not start
 
 
 class Role(str, Enum):
@@ -245,32 +243,12 @@ def _cannot_start(error: str, as_json: bool) -> None:
 def _detach(config: bootstrap.DaemonConfig) -> None:
     """Starts the daemon in a session of its own, its standard error in its log."""
     settings = Settings.from_env()
-    directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node, config.serial)
     try:
-        bootstrap.make_private_directory(settings.runtime_root())
-        bootstrap.make_private_directory(directory)
+        started = daemon_start.start(config, os.path.abspath(settings.runtime_root()), settings.start_timeout)
     except FusionError as error:
         _cannot_start(str(error), as_json=False)
-    with open(os.path.join(directory, "log"), "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process.stdin, process.stdout:
-        process.stdin.write(bootstrap.encode_line(config))
-        process.stdin.close()
-        line = process.stdout.readline()
-        if not line:
-            with open(os.path.join(directory, "log"), encoding="utf-8", errors="replace") as file:
-                _cannot_start(f"it ended with status {process.wait()}:\n{file.read()[-_LOG_TAIL:]}", as_json=False)
-        answer = bootstrap.decode_line(line, bootstrap.Endpoint | bootstrap.StartError)  # type: ignore[arg-type]
-    if isinstance(answer, bootstrap.StartError):
-        process.wait()
-        _cannot_start(answer.error, as_json=False)
-    typer.echo(f"fusiond of job {config.job!r} listens (pid {process.pid})")
-    process.returncode = 0  # it goes on by itself; no warning about that when this process ends
+    typer.echo(f"fusiond of job {config.job!r} listens (pid {started.pid})")
+    started.leave()
 
 
 def _found(job: str, node: int) -> list[Found]:

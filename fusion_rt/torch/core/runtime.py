@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 
 from fusion_rt.client import Client
 from fusion_rt.core.errors import FusionError
-from fusion_rt.launchers import autostart, environment
+from fusion_rt.host.daemon_start import StartedDaemon
+from fusion_rt.launchers import environment
 from fusion_rt.torch.core import device, recording
 from fusion_rt.tracing.recorder import NULL, Instrument
 
@@ -49,7 +50,7 @@ class Runtime:
         self,
         where: environment.Environment,
         client: Client,
-        daemon: autostart.StartedDaemon | None,
+        daemon: StartedDaemon | None,
         trace: Instrument = NULL,
     ) -> None:
         topology = client.topology
