@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,55 +41,17 @@ _FORESIGHT = 8  # steps after one whose threshold was not near that are prepared
 _ALIKE = 2  # steps in a row that have to have queued the same; kernels are compiled, and plans told, in the first
 
 
-class Layer(Protocol):
-    """The device as a `SideSelector` needs it. `TorchLayer` does it with torch."""
-
-    stream: Any
-    """The side stream, as the kernels take it."""
-
-    def active(self) -> AbstractContextManager[Any]:
-        """While it lasts, arrays and launches of this thread belong to this device."""
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """While it lasts, what this thread does with tensors is queued on the side stream."""
-
-    def wrap(self, tensor: Tensor) -> DeviceArray:
-        """A tensor as kernels take it; the same memory."""
-
-    def zeros(self, n: int, dtype: str) -> Tensor:
-        """A new tensor on the device, filled with zeros by the side stream."""
-
-    def pin(self, array: npt.NDArray[Any]) -> Tensor:
-        """Memory of the host, as a tensor that the device can copy to by itself; the same memory."""
-
-    def unpin(self, pinned: Tensor) -> None:
-        """Undoes `pin`."""
-
-    def follow(self) -> None:
-        """Has what is queued on the side stream from now on come after what has been queued on the current stream."""
-
-    def lead(self, event: Any) -> None:
-        """Has what is queued on the current stream from now on come after an event."""
-
-    def copy(self, source: Tensor, pinned: Tensor) -> None:
-        """Queues a copy on the side stream."""
-
-    def mark(self, event: Any = None) -> Any:
-        """An event after what has been queued on the side stream, which has `synchronize()` and `query()`; an earlier
-        one of these, which is used again, or a new one."""
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Returns what queues all that `work` would queue on the side stream, by one call. Nothing is queued now."""
-
-
 class TorchLayer:
-    """The calls of torch and of `numba.cuda` that the simulator does not have.
+    """The device as a `SideSelector` needs it: the calls of torch and of `numba.cuda` that the simulator does not have.
 
     The tests without a GPU check, with substitutes, which calls it makes and in which order.
 
     Args:
         torch: the module.
         index: of the device.
+
+    Attributes:
+        stream: the side stream, as the kernels take it.
     """
 
     def __init__(self, torch: Any, index: int) -> None:
@@ -103,49 +65,61 @@ class TorchLayer:
             self.stream = cuda.external_stream(self._side.cuda_stream)
 
     def active(self) -> AbstractContextManager[Any]:
+        """While it lasts, arrays and launches of this thread belong to this device."""
         context: AbstractContextManager[Any] = cuda.gpus[self._index]
         return context
 
     def beside(self) -> AbstractContextManager[Any]:
+        """While it lasts, what this thread does with tensors is queued on the side stream."""
         context: AbstractContextManager[Any] = self._torch.cuda.stream(self._side)
         return context
 
     def wrap(self, tensor: Tensor) -> DeviceArray:
+        """A tensor as kernels take it; the same memory."""
         if tensor.device != self._device or not tensor.is_contiguous():
             raise ValueError(f"kernels work on contiguous tensors on {self._device}, not on one on {tensor.device}")
         return cuda.as_cuda_array(tensor.detach().view(-1), sync=False)
 
     def zeros(self, n: int, dtype: str) -> Tensor:
+        """A new tensor on the device, filled with zeros by the side stream."""
         with self.beside():
             return self._torch.zeros(n, dtype=getattr(self._torch, dtype), device=self._device)
 
     def pin(self, array: npt.NDArray[Any]) -> Tensor:
+        """Memory of the host, as a tensor that the device can copy to by itself; the same memory."""
         with self._torch.cuda.device(self._device):  # or CUDA would make a context on another one
             self._check(self._torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0), "pin")
         return self._torch.from_numpy(array)
 
     def unpin(self, pinned: Tensor) -> None:
+        """Undoes `pin`."""
         with self._torch.cuda.device(self._device):
             self._check(self._torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()), "unpin")
 
     def follow(self) -> None:
+        """Has what is queued on the side stream from now on come after what has been queued on the current stream."""
         self._reached.record(self._current())
         self._side.wait_event(self._reached)
 
     def lead(self, event: Any) -> None:
+        """Has what is queued on the current stream from now on come after an event."""
         self._current().wait_event(event)
 
     def copy(self, source: Tensor, pinned: Tensor) -> None:
+        """Queues a copy on the side stream."""
         with self.beside():
             pinned.copy_(source, non_blocking=True)
 
     def mark(self, event: Any = None) -> Any:
+        """An event after what has been queued on the side stream, which has `synchronize()` and `query()`; an earlier
+        one of these, which is used again, or a new one."""
         if event is None:
             event = self._torch.cuda.Event(blocking=True)  # who waits for it sleeps
         event.record(self._side)
         return event
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Returns what queues all that `work` would queue on the side stream, by one call. Nothing is queued now."""
         graph = self._torch.cuda.CUDAGraph()
 
         change = self._torch.cuda.set_stream
@@ -201,7 +175,7 @@ class SideSelector:
     """
 
     def __init__(
-        self, layer: Layer, elements: int, groups: Sequence[Sequence[Range]], out: npt.NDArray[np.int32],
+        self, layer: TorchLayer, elements: int, groups: Sequence[Sequence[Range]], out: npt.NDArray[np.int32],
         rooms: Sequence[int] = (), momentum: float = 0.0, nesterov: bool = False, found: Found | None = None,
         memory: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:  # fmt: skip

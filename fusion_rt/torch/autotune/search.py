@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from fusion_rt.choice.candidates import Setting, Space
 from fusion_rt.core.errors import FusionError
@@ -26,18 +25,8 @@ class AutotuneError(FusionError):
     """Nothing can be tuned; the text says why."""
 
 
-class Sampler(Protocol):
-    """The source of the settings that are measured."""
-
-    def ask(self) -> Setting:
-        """A setting that may be good."""
-
-    def tell(self, score: float) -> None:
-        """The score of the one asked for last; higher is better."""
-
-
 class OptunaSampler:
-    """optuna's TPE, with ask and tell.
+    """The source of the settings that are measured: optuna's TPE.
 
     Args:
         space: what there is.
@@ -70,12 +59,14 @@ class OptunaSampler:
         self._trial: optuna.Trial | None = None
 
     def ask(self) -> Setting:
+        """A setting that may be good."""
         self._trial = self._study.ask(self._distributions)
         drawn = self._trial.params
         chosen = {name: values[drawn[name]] for name, values in self._values.items()}
         return Setting(**chosen, exchange=drawn["exchange"])
 
     def tell(self, score: float) -> None:
+        """The score of the one asked for last; higher is better."""
         assert self._trial is not None
         self._study.tell(self._trial, score)
 
@@ -95,7 +86,7 @@ class Search:
     """
 
     space: Space
-    sampler: Sampler
+    sampler: OptunaSampler
     samples: int
     noise: float
     scores: dict[Setting, list[float]] = field(default_factory=dict)
