@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from fusion_rt.tracing.format import Flush, Kind
-from fusion_trace.analyse.overlap import median_of, partitions, steps_of_operations
+from fusion_trace.analyse.overlap import median, partitions, steps_of_operations
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex, RowsOfOperations
@@ -210,7 +210,7 @@ class _Phases:
             of, lengths = (np.concatenate([*(each[side] for each in its), _NOTHING]) for side in (0, 1))
             order = np.argsort(of, kind="stable")
             for group, values in zip(*_runs(of[order], lengths[order]), strict=True):
-                found[group][phase] = median_of(values)
+                found[group][phase] = median(values)
         return found
 
     def _note(self, phase: str, begin: Ints, end: Ints, of: Ints | None = None) -> None:

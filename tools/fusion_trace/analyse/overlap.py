@@ -19,6 +19,7 @@ daemon has answered it; of an operation with homes, from when this rank has hand
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -201,18 +202,9 @@ def overview(found: Sequence[Partition]) -> Overview:
     return Overview(steps=len(found), hidden=hidden, mean=mean, **middle)
 
 
-def median(values: Iterable[int]) -> int:
+def median(values: Sequence[int] | Ints) -> int:
     """Returns the middle one of at least one value, or the mean of the two in the middle, rounded down."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
-
-
-def median_of(values: Ints) -> int:
-    """Returns the same of a column."""
-    ordered = np.sort(values)
-    half = len(ordered) // 2
-    return int(ordered[half]) if len(ordered) % 2 else (int(ordered[half - 1]) + int(ordered[half])) // 2
+    return math.floor(np.median(values))
 
 
 def document(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, object]:

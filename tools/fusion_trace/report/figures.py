@@ -188,7 +188,7 @@ def lengths_of(parts: Sequence[Partition]) -> tuple[tuple[float, ...], tuple[int
 def _column(steps: Sequence[tuple[int, Sequence[Partition]]]) -> Column:
     slower: dict[int, list[int]] = defaultdict(list)
     for _, its in steps:
-        usual = median(part.ns - part.blocked for part in its)
+        usual = median([part.ns - part.blocked for part in its])
         for part in its:
             slower[part.rank].append(part.ns - part.blocked - usual)
     of_rank = dict(sorted(by_rank(part for _, its in steps for part in its).items()))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from statistics import NormalDist
 
 import msgspec
@@ -109,7 +110,7 @@ class Calibrated:
     def __init__(self, recorded: Recorded, measure: Measure | None = None) -> None:
         self.recorded = recorded
         self.models = calibrate(recorded, measure)
-        self._costs = _Memory(measure or measuring.codec_costs)
+        self._costs: Measure = cache(measure or measuring.codec_costs)  # each is measured once
 
     def answer(self, change: Change) -> Answer:
         """Replays the job with a change, if there is any.
@@ -153,10 +154,13 @@ class Calibrated:
             its = on_links(model.recorded, change)
             told = next((told for other, scale, told in made if scale == model.scale and other == its), None)
             if told is None:
-                told = replay(its, change, self._costs.times(model.scale))
+                told = replay(its, change, partial(self._scaled_costs, model.scale))
                 made.append((its, model.scale, told))
             found.append(told)
         return found
+
+    def _scaled_costs(self, scale: float, codec: str) -> CodecCosts:
+        return _scaled_codec(self._costs(codec), scale)
 
 
 def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -> Answer:
@@ -267,24 +271,6 @@ def scaled(costs: Costs, scale: float) -> Costs:
 
 def _scaled_codec(costs: CodecCosts, scale: float) -> CodecCosts:
     return msgspec.structs.replace(costs, **{name: getattr(costs, name) * scale for name in _OF_CODECS})
-
-
-class _Memory:
-    """Costs of codecs, measured once."""
-
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
-        self._known: dict[str, CodecCosts] = {}
-
-    def times(self, scale: float) -> Measure:
-        """Returns what tells them, so many times as high."""
-
-        def measured(text: str) -> CodecCosts:
-            if text not in self._known:
-                self._known[text] = self._measure(text)
-            return _scaled_codec(self._known[text], scale)
-
-        return measured
 
 
 def _model(recorded: Recorded, what: str, its: Recorded, scale: float, measure: Measure | None) -> Model:
