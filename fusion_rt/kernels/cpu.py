@@ -218,11 +218,6 @@ def is_ready(dtype: DType, conversions: Iterable[tuple[DType, DType]] = ()) -> b
     )
 
 
-def statistics() -> dict[str, int]:
-    """Counts the kernels that this process had `compiled`, and those that it `loaded` from disk."""
-    return _code.statistics()
-
-
 def _address(array: Array, dtype: DType, n: int, is_output: bool = False) -> int:
     """The address of the first element, after checking that n elements of `dtype` lie there."""
     if array.dtype == dtype.storage and array.ndim == 1 and len(array) == n:

@@ -188,12 +188,6 @@ def is_plain(spec: wire.OptimizerSpec) -> bool:
     return all(group.get(name, default) == default for group in groups for name, default in _PLAIN.items())
 
 
-def prepare(spec: wire.OptimizerSpec | None) -> None:
-    """Imports what the optimizer needs, which may take seconds. Raises `ShardOptimizerError` where there is none."""
-    if spec is not None and not is_plain(spec):
-        _torch_class(spec.name)
-
-
 def _torch_class(name: str) -> tuple[Any, Any]:
     """Returns torch, and the class of that name in `torch.optim`."""
     import torch

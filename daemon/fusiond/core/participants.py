@@ -172,10 +172,6 @@ class Participants:
         """Removes a process set."""
         del self._members[process_set]
 
-    def local(self, process_set: int, node: int) -> tuple[int, ...]:
-        """Returns the members of a process set on any node."""
-        return self.members(process_set).set.local(self.topology, node)
-
     def away(self, members: Members) -> Collection[int]:
         """Returns the ranks without which operations of these members go on."""
         return self.joined if members.set.id == GLOBAL_SET else ()

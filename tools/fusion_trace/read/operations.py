@@ -111,11 +111,6 @@ class DaemonPart:
     applied: Mapping[int, tuple[int, int]]
     failed: int | None
 
-    @property
-    def worked(self) -> list[Span]:
-        """All work of kernels."""
-        return list(chain(*self.kernels.values()))
-
 
 @dataclass(frozen=True)
 class Operation:

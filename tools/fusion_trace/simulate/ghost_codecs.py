@@ -160,9 +160,6 @@ class FactorCodec(_NotByElements, FactoringBucketCodec):
     def undo(self, values: Array) -> None:
         pass
 
-    def begin_anew(self) -> None:
-        pass
-
 
 def factors(bucket: Bucket, chosen: Codec) -> tuple[int, int]:
     """Elements of the two sums of a codec whose factors are summed."""
