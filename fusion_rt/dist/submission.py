@@ -159,59 +159,47 @@ class Collective(Submission):
     ) -> None:
         super().__init__(outputs)
         try:
-            self._submit(here, signature, inputs, outputs, in_place, splits, receives, seconds)
+            here.client.check()
+            inline = place = into = None
+            large = not in_place and _nbytes_of(outputs) > wire.MAX_INLINE
+            if large:
+                # What a member gives must stay until it has been combined, and may not be where a part of the result
+                # goes.
+                own = signature.kind in ("allgather", "broadcast")
+                if own or not _overlap(inputs or (), outputs):
+                    into = self._place_of(here, outputs, True)  # first: what is given may be a part of it
+            if inputs is not None:
+                nbytes = _nbytes_of(inputs)
+                if nbytes <= wire.MAX_INLINE:
+                    inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
+                elif in_place:
+                    place = self._place_of(here, inputs, True) if outputs and outputs[0] is inputs[0] else None
+                    if place is not None:
+                        self._outputs = ()
+                else:
+                    place = self._place_of(here, inputs, False)
+                if inline is None and place is None:
+                    place = self._staged(here, nbytes, inputs)
+            if into is not None:
+                self._outputs = ()
+            elif large:
+                given = self._memory  # has to stay until the operation has ended
+                into = self._staged(here, _nbytes_of(outputs), ())
+                self._given = given
+            self.about = here.client.submit(
+                None,
+                signature,
+                inline=inline,
+                place=place,
+                splits=splits,
+                receives=receives,
+                into=into,
+                seconds=seconds,
+                release=self._ended,
+                keeps=(inputs, outputs),
+            ).about
         except BaseException as error:
             raise self._given_up(here, error) from None
-
-    def _submit(
-        self,
-        here: Runtime,
-        signature: wire.Signature,
-        inputs: Sequence[torch.Tensor] | None,
-        outputs: Sequence[torch.Tensor],
-        in_place: bool,
-        splits: tuple[int, ...],
-        receives: tuple[int, ...],
-        seconds: float,
-    ) -> None:
-        here.client.check()
-        inline = place = into = None
-        large = not in_place and _nbytes_of(outputs) > wire.MAX_INLINE
-        if large:
-            # What a member gives must stay until it has been combined, and may not be where a part of the result goes.
-            own = signature.kind in ("allgather", "broadcast")
-            if own or not _overlap(inputs or (), outputs):
-                into = self._place_of(here, outputs, True)  # first: what is given may be a part of it
-        if inputs is not None:
-            nbytes = _nbytes_of(inputs)
-            if nbytes <= wire.MAX_INLINE:
-                inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
-            elif in_place:
-                place = self._place_of(here, inputs, True) if outputs and outputs[0] is inputs[0] else None
-                if place is not None:
-                    self._outputs = ()
-            else:
-                place = self._place_of(here, inputs, False)
-            if inline is None and place is None:
-                place = self._staged(here, nbytes, inputs)
-        if into is not None:
-            self._outputs = ()
-        elif large:
-            given = self._memory  # has to stay until the operation has ended
-            into = self._staged(here, _nbytes_of(outputs), ())
-            self._given = given
-        self.about = here.client.submit(
-            None,
-            signature,
-            inline=inline,
-            place=place,
-            splits=splits,
-            receives=receives,
-            into=into,
-            seconds=seconds,
-            release=self._ended,
-            keeps=(inputs, outputs),
-        ).about
 
 
 class SentMessage(Submission):
