@@ -82,10 +82,15 @@ class Members:
             )
         return sizes
 
-    def root(self, root: int, operation: str) -> int:
+    def root(self, opts: Any, root: int, operation: str) -> tuple[Any, int]:
+        """Returns the options of a call, None for none, and the root, which may be given in their place."""
+        if isinstance(opts, int):
+            opts, root = None, opts
+        elif opts is not None:
+            root = opts.rootRank
         if not 0 <= root < self.count:
             raise ValueError(f"{operation}: invalid root rank: {root}; the group has ranks 0 to {self.count - 1}")
-        return root
+        return opts, root
 
     def check_count(self, given: Sequence[Any], operation: str, what: str) -> None:
         if len(given) != self.count:

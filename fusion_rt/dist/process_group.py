@@ -100,9 +100,7 @@ class FusionProcessGroup(GroupIdentity):
     ) -> dist.Work:
         """Replaces the tensor on the root by the combination of all members' tensors."""
         tensor = only(tensors, "reduce", "tensor")
-        if isinstance(opts, int):
-            opts, root = None, opts
-        root = self._members.root(root if opts is None else opts.rootRank, "reduce")
+        opts, root = self._members.root(opts, root, "reduce")
         reduction, seconds = self._combination(opts, op, timeout)
         if (work := self._inner.reduce(tensor, root, reduction, seconds)) is not None:
             return work
@@ -150,9 +148,7 @@ class FusionProcessGroup(GroupIdentity):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0) -> dist.Work:
         """Replaces the tensor on every member by the root's."""
         tensor = only(tensors, "broadcast", "tensor")
-        if isinstance(opts, int):
-            opts, root = None, opts
-        root = self._members.root(root if opts is None else opts.rootRank, "broadcast")
+        opts, root = self._members.root(opts, root, "broadcast")
         if (work := self._inner.broadcast(tensor, root, self._limit(opts, timeout))) is not None:
             return work
         dtype, itemsize = moved_as([tensor])
@@ -214,9 +210,7 @@ class FusionProcessGroup(GroupIdentity):
     ) -> FusionWork:
         """Gives the root the tensors of all members."""
         given = only(inputs, "gather", "input tensor")
-        if isinstance(opts, int):
-            opts, root = None, opts
-        root = self._members.root(root if opts is None else opts.rootRank, "gather")
+        opts, root = self._members.root(opts, root, "gather")
         nothing = given.new_empty(0)
         inputs = [given if position == root else nothing for position in range(self._members.count)]
         taken: Sequence[torch.Tensor] = [nothing] * self._members.count
@@ -235,9 +229,7 @@ class FusionProcessGroup(GroupIdentity):
     ) -> FusionWork:
         """Gives every member the tensor at its position in the root's list."""
         taken = only(outputs, "scatter", "output tensor")
-        if isinstance(opts, int):
-            opts, root = None, opts
-        root = self._members.root(root if opts is None else opts.rootRank, "scatter")
+        opts, root = self._members.root(opts, root, "scatter")
         nothing = taken.new_empty(0)
         outputs = [taken if position == root else nothing for position in range(self._members.count)]
         given: Sequence[torch.Tensor] = [nothing] * self._members.count
