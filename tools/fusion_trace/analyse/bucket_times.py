@@ -81,6 +81,12 @@ class BucketTimes:
     phases: Mapping[str, int]
 
 
+def repeated(found: Sequence[BucketTimes]) -> Sequence[BucketTimes]:
+    """Returns those without what a script has done once, such as a broadcast of each parameter, which would bury what
+    is in every step; all of them if nothing is left."""
+    return [bucket for bucket in found if bucket.plan or bucket.times > 1] or found
+
+
 def plans(trace: JobTrace) -> tuple[Plan, ...]:
     """Returns all plans, by time. The lowest node's records count; plans are recorded anew now and then, so that full
     rings have them."""

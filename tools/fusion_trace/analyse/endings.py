@@ -78,7 +78,7 @@ def find(trace: JobTrace) -> Endings:
     dead = {key: each for key, each in dead.items() if over is None or each.at <= over + _SAME}
     for each in _silent(trace):
         dead.setdefault((each.what, each.number), each)
-    first = tuple(sorted(dead.values(), key=lambda each: each.at if each.last is None else min(each.at, each.last)))
+    first = tuple(sorted(dead.values(), key=lambda each: each.time))
     return Endings(first, min(failures, default=(0, ""))[1], failed)
 
 

@@ -135,6 +135,10 @@ class JobTrace:
         where no ring says what its host is called."""
         return self._names_of_nodes.get(node) or f"node {node}"
 
+    def name_of(self, process: Process) -> str:
+        """Returns the name of a worker or daemon; no two have the same."""
+        return f"rank {process.rank}" if process.role == Role.WORKER else f"daemon of {self.host_of(process.node)}"
+
     def link_of(self, source: int, target: int) -> str:
         """Returns the name of the link from one node to another."""
         return f"{self.host_of(source)} to {self.host_of(target)}"

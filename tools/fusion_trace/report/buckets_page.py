@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from fusion_rt.core.wording import counted
-from fusion_trace.analyse.bucket_times import PHASES, BucketTimes, Plan
+from fusion_trace.analyse.bucket_times import PHASES, BucketTimes, Plan, repeated
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.wording import console, duration, problems, size, table
 
@@ -33,8 +33,7 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
     for plan in plans:
         about = f"{counted(len(plan.buckets), 'bucket')}, {size(plan.nbytes)}"
         out.print(f"plan {plan.number}: {about}, {duration(plan.at - trace.span[0])} after the first record")
-    # What a script has done once, such as a broadcast of each parameter, would bury what is in every step.
-    often = [bucket for bucket in found if bucket.plan or bucket.times > 1] or found
+    often = repeated(found)
     once, found = len(found) - len(often), often
     if not found:
         out.print("nothing was exchanged")

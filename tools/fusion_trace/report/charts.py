@@ -296,7 +296,7 @@ def usage_lines(trace: JobTrace, curves: Sequence[tuple[Usage, UsageCurve]], tit
         {
             "type": "scatter",
             "mode": "lines+markers" if len(curve.values) < 2 else "lines",
-            "name": plain(usage_name(trace, used)),
+            "name": plain(trace.name_of(used.process)),
             "x": [round((time - begin) / 1e9, 3) for time in curve.times.tolist()],
             "y": [float(f"{value / unit:.4g}") for value in curve.values.tolist()],
             "line": {"dash": "solid" if used.process.role == Role.WORKER else "dot", "width": 1.5},
@@ -306,12 +306,6 @@ def usage_lines(trace: JobTrace, curves: Sequence[tuple[Usage, UsageCurve]], tit
     ]
     axes = {"xaxis": axis("seconds since the first record"), "yaxis": axis(title, rangemode="tozero")}
     return {"data": data, "layout": layout(300, showlegend=True, **axes)}
-
-
-def usage_name(trace: JobTrace, used: Usage) -> str:
-    """Returns the name of a process."""
-    process = used.process
-    return f"rank {process.rank}" if process.role == Role.WORKER else f"daemon of {trace.host_of(process.node)}"
 
 
 def timeline(steps: Sequence[DrawnStep]) -> Chart:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fusion_rt.core.errors import MixingError
 from fusion_rt.core.mixing import Mixing, check_dpsgd, check_pairwise, check_push_sum, parse
+from fusion_trace.report.wording import console
 
 __all__ = ["Speed", "as_document", "drawing", "fits", "parse", "show", "speed"]
 
@@ -105,9 +105,7 @@ def as_document(mixing: Mixing, clock: int | None) -> dict[str, Any]:
 
 def show(mixing: Mixing) -> None:
     """Prints what the graph is, its speed beside that of others of the same size, and which algorithms can use it."""
-    console = Console(highlight=False, markup=False)  # a path may have [brackets]
-    if not console.is_terminal:
-        console.width = _WIDTH
+    out = console(width=_WIDTH)
     least, most = _degrees(mixing)
     facts = Table.grid(padding=(0, 2))
     facts.add_row("ranks", str(mixing.ranks))
@@ -121,10 +119,10 @@ def show(mixing: Mixing) -> None:
     facts.add_row("only even with odd ranks", _yes(mixing.bipartite))
     for name, why in fits(mixing).items():
         facts.add_row(f"fits {name}", f"no: {why}" if why else "yes")
-    console.print(f"{mixing.text} of {mixing.ranks} ranks. {mixing.note}".rstrip())
-    console.print(facts)
-    console.print()
-    console.print(_comparison(mixing))
+    out.print(f"{mixing.text} of {mixing.ranks} ranks. {mixing.note}".rstrip())
+    out.print(facts)
+    out.print()
+    out.print(_comparison(mixing))
 
 
 def _comparison(mixing: Mixing) -> Table:

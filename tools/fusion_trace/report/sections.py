@@ -8,6 +8,7 @@ from itertools import groupby
 
 from fusion_rt.core.wording import counted
 from fusion_trace.analyse import critical_path
+from fusion_trace.analyse.bucket_times import repeated
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.report import charts, overlap_page, runs, stragglers_page, summary_page, timeline
@@ -158,8 +159,7 @@ def _overlap(report: Report) -> Section:
     if overlapped + exposed:
         hidden = overlapped / (overlapped + exposed)
         told = Told(f"{share(hidden)} of all communication is hidden behind computation.", "", False)
-    # What a script has done once, such as a broadcast of each parameter, is no part of a step.
-    often = [bucket for bucket in report.buckets if bucket.plan or bucket.times > 1] or report.buckets
+    often = repeated(report.buckets)
     once = len(report.buckets) - len(often)
     shown = often[: charts.MOST_BUCKETS]
     phases = ("fill", "run", "queue", "wire", "wait", "apply")
@@ -368,7 +368,7 @@ def _usage(report: Report) -> Section:
         return Section("usage", "Processors and memory", about=("Nothing of it was recorded.",))
     rows = tuple(
         (
-            charts.usage_name(trace, used),
+            trace.name_of(used.process),
             *("" if value is None else f"{value:.2f}" for value in (used.mean, used.processors.most)),
             *("" if not len(used.memory.values) else size(float(used.memory.values[end])) for end in (0, -1)),
             *("" if curve.most is None else size(curve.most) for curve in (used.memory, used.on_gpus)),

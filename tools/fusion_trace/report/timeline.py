@@ -88,7 +88,7 @@ def _drawn(trace: JobTrace, number: int, why: str, parts: Sequence[Partition]) -
         for process, drawn in rows
         if (process.rank in shown if process.role == Role.WORKER else process.node in nodes)
         for track in drawn.tracks
-        for bar in _bars(_name(trace, process), track, begin, end)
+        for bar in _bars(trace.name_of(process), track, begin, end)
     ]
     kept = sorted(sorted(range(len(bars)), key=lambda place: -bars[place].ns)[:MOST_BARS])
     longest = max(part.ns for part in parts)
@@ -97,10 +97,6 @@ def _drawn(trace: JobTrace, number: int, why: str, parts: Sequence[Partition]) -
 
 def _order(process: Process) -> tuple[int, bool, int]:
     return process.node, process.role == Role.DAEMON, process.rank
-
-
-def _name(trace: JobTrace, process: Process) -> str:
-    return f"rank {process.rank}" if process.role == Role.WORKER else f"daemon of {trace.host_of(process.node)}"
 
 
 def _bars(process: str, track: Track, begin: int, end: int) -> Iterator[Bar]:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fusion_rt.core.wording import counted
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import problems
+from fusion_trace.report.wording import console, problems
 from fusion_trace.simulate.calibration import Answer, Estimate, Figure
 from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.recorded import Recorded
@@ -42,12 +41,10 @@ def as_document(trace: JobTrace, recorded: Recorded, change: Change, found: Answ
 
 def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> None:
     """Prints the prediction beside what was recorded."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 120
+    out = console(width=120)
     sizes = counted(recorded.nodes, "node"), counted(recorded.nodes * recorded.workers, "rank")
     steps = counted(len(recorded.every), "step")
-    console.print(f"{trace.job}: {', '.join((*sizes, steps))}; {_links(found)}{_encoded(recorded)}")
+    out.print(f"{trace.job}: {', '.join((*sizes, steps))}; {_links(found)}{_encoded(recorded)}")
     table = Table()
     for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):
         table.add_column(column, justify="left" if not column else "right")
@@ -55,21 +52,21 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     _row(table, "replayed as it was", found.replayed)
     if found.changed is not None:
         _row(table, _words(change), found.changed)
-    console.print(table)
-    console.print(
+    out.print(table)
+    out.print(
         f"The replay of the recording is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}; "
         f"{_models(len(found.models))} about as well."
     )
     if found.changed is not None:
         step, was = found.changed.step, found.recorded.step.value
         low, value, high = (f"{each / was:.2f}" for each in (step.low, step.value, step.high))
-        console.print(f"Changed, a step takes {value} times as long ({low} to {high}).")
+        out.print(f"Changed, a step takes {value} times as long ({low} to {high}).")
     elif found.refused:
         asked = f" for {_words(change)}" if change != Change() else ""
-        console.print(f"No prediction{asked}: {found.refused}.", style="yellow")
+        out.print(f"No prediction{asked}: {found.refused}.", style="yellow")
     for problem in recorded.problems:
-        console.print(f"Note: {problem}.")
-    problems(console, trace.problems)
+        out.print(f"Note: {problem}.")
+    problems(out, trace.problems)
 
 
 def _links(found: Answer) -> str:

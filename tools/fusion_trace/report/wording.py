@@ -74,9 +74,13 @@ def numbers(values: Sequence[int], most: int = 6) -> str:
     return ", ".join(shown[:most]) + (f" and {left} more" if left else "")
 
 
-def console() -> Console:
-    """Returns a console that shows texts as they are; names have [brackets] and numbers."""
-    return Console(highlight=False, markup=False, emoji=False)
+def console(width: int | None = None) -> Console:
+    """Returns a console that shows texts as they are; names have [brackets] and numbers. `width`: where there is no
+    terminal that has one."""
+    made = Console(highlight=False, markup=False, emoji=False)
+    if width is not None and not made.is_terminal:
+        made.width = width
+    return made
 
 
 @dataclass(frozen=True)
