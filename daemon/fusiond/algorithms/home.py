@@ -272,66 +272,19 @@ def combined(parts: Sequence[Contribution], values: Array, samples: int = 1) -> 
 
 
 class ShardAlgorithm(HomeAlgorithm[Spec]):
-    """A shard applies the gradients that come to it; subclasses answer the questions about how and when."""
-
-    def slot(self, home: Home, part: Contribution) -> int:
-        """Returns the slot of the home that a part belongs in."""
-        del home, part
-        return 0
-
-    def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
-        """Returns whether a slot is complete."""
-        del home, slot
-        return True
-
-    def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
-        """Returns the gradient to be applied, of the parts in a slot that have one, in the order of their ranks."""
-        del home
-        return parts[0].values
-
-    def gate(self, home: Home, part: Contribution) -> bool:
-        """Returns whether the sender of a part that counts already may go on."""
-        del home, part
-        return True
+    """A shard takes a step with each gradient that comes to it, and its sender goes on; subclasses say what else."""
 
     def change(self, home: Home, part: Contribution) -> None:
         home.step(part.values, part.rates)
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
-        number = self.slot(home, part)
-        slot = home.slots.setdefault(number, {})
-        slot[part.rank] = part
-        if self.ready(home, slot):
-            yield from self.fire(home, number)
-        yield from self.release(home)
-
-    def fire(self, home: Home, number: int) -> Iterator[Step]:
-        """Applies a slot; its parts wait for the gate."""
-        parts = [part for _, part in sorted(home.slots.pop(number).items())]
-        if given := [part for part in parts if part.samples]:
-            self.apply(home, combined(given, self.combine(home, given)))
-        home.waiting.extend(parts)
-        return iter(())
-
-    def release(self, home: Home) -> Iterator[Step]:
-        """Answers those who may go on, with the home as it is now."""
-        waiting, home.waiting = home.waiting, []
-        for part in waiting:
-            if self.gate(home, part):
-                yield self.answer(home, part)
-            else:
-                home.waiting.append(part)
+        self.apply(home, part)
+        yield self.answer(home, part)
 
     def answer(self, home: Home, part: Contribution) -> Answer:
-        """Returns the answer to a sender that may go on."""
+        """Returns the answer to a sender that may go on: the home as it is now."""
         assert home.value is not None
         return Answer(part, home.value)
 
     def asked(self, home: Home, part: Contribution) -> Answer:
         return self.answer(home, part)
-
-    def without(self, home: Home, rank: int) -> Iterator[Step]:
-        del rank
-        for number in [number for number, slot in home.slots.items() if slot and self.ready(home, slot)]:
-            yield from self.fire(home, number)
-        yield from self.release(home)

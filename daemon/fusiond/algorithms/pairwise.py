@@ -30,7 +30,8 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
 
     def __init__(self, spec: algorithms.ADPSGD, ranks: int) -> None:
         super().__init__(spec, ranks)
-        self.graph = mixing.parse(spec.topology, ranks)
+        graph = mixing.parse(spec.topology, ranks)
+        self._partners = [graph.partners(rank) for rank in range(ranks)]
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         if part.kind == "post":
@@ -54,7 +55,7 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
         yield Answer(part, changes, added=True)
         for waiting in home.slots.pop(0, {}).values():
             yield from self._average(home, waiting)
-        partners = [rank for rank in self.graph.partners(home.rank) if rank in home.present]
+        partners = [rank for rank in self._partners[home.rank] if rank in home.present]
         if home.rank % 2 and partners and "sent" not in home.scratch:
             asked = partners[part.clock % len(partners)]
             home.scratch.update(sent=home.copy(home.value), asked=np.array([asked, part.clock]))

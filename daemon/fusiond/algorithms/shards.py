@@ -20,13 +20,8 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
     count.
     """
 
-    def slot(self, home: Home, part: Contribution) -> int:
-        return part.clock
-
-    def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
-        return len(slot.keys() | home.joined) == self.ranks
-
     def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
+        """Returns the gradient to be applied, of the parts of a clock that have one, in the order of their ranks."""
         contributors = {part.rank for part in parts} | home.joined
         return home.mean([part.values for part in parts], len(contributors))
 
@@ -34,22 +29,40 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
         return self.received(home, part)
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
-        yield from super().received(home, part)
+        home.slots.setdefault(part.clock, {})[part.rank] = part
         yield from self.without(home, part.rank)
 
     def without(self, home: Home, rank: int) -> Iterator[Step]:
-        yield from super().without(home, rank)
+        for clock, slot in list(home.slots.items()):
+            if len(slot.keys() | home.joined) == self.ranks:
+                del home.slots[clock]
+                yield from self._update(home, [slot[rank] for rank in sorted(slot)])
         yield from refuse_without(home, "a rank has left, and bsp needs all of them in every step")
+
+    def _update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
+        """Makes the update of a clock, and answers all who contributed to it."""
+        if given := [part for part in parts if part.samples]:
+            self.apply(home, combined(given, self.combine(home, given)))
+        for part in parts:
+            yield self.answer(home, part)
 
 
 class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
     """Each gradient is applied on arrival; `aware`: divided by its staleness (arXiv 1511.05950, eq. 3)."""
 
-    def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
-        stale = home.version - parts[0].version
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
+        self.apply(home, combined([part], self._divided(home, part)))
+        yield from self.follow(home, part)
+
+    def follow(self, home: Home, part: Contribution) -> Iterator[Step]:
+        """Yields what follows from a part that counts already."""
+        yield self.answer(home, part)
+
+    def _divided(self, home: Home, part: Contribution) -> Array:
+        stale = home.version - part.version
         if not self.spec.aware or stale <= 1:
-            return parts[0].values
-        divided: Array = parts[0].values / stale
+            return part.values
+        divided: Array = part.values / stale
         return divided
 
 
@@ -59,13 +72,26 @@ class SSP(ASP):
 
     waits = True
 
-    def gate(self, home: Home, part: Contribution) -> bool:
-        assert isinstance(self.spec, algorithms.SSP)
-        return home.done[part.rank] - home.slowest <= self.spec.staleness
+    def follow(self, home: Home, part: Contribution) -> Iterator[Step]:
+        home.waiting.append(part)
+        yield from self._release(home)
 
     def nothing(self, home: Home, part: Contribution) -> Iterator[Step]:
-        home.waiting.append(part)
-        yield from self.release(home)
+        return self.follow(home, part)
+
+    def without(self, home: Home, rank: int) -> Iterator[Step]:
+        return self._release(home)
+
+    def _release(self, home: Home) -> Iterator[Step]:
+        """Answers those who may go on."""
+        assert isinstance(self.spec, algorithms.SSP)
+        furthest = home.slowest + self.spec.staleness
+        waiting, home.waiting = home.waiting, []
+        for part in waiting:
+            if home.done[part.rank] <= furthest:
+                yield self.answer(home, part)
+            else:
+                home.waiting.append(part)
 
 
 class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative]):
@@ -175,7 +201,3 @@ class Hogwild(ShardAlgorithm[algorithms.Hogwild]):
     """ASP by several threads at once, without a lock (arXiv 1106.5730)."""
 
     exclusive = False
-
-    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
-        self.apply(home, part)
-        yield self.answer(home, part)

@@ -227,12 +227,8 @@ class HomeServer:
         home, position = hosted.home, part.rank
         if part.payload is not None:
             part.values = self._decoded(hosted, part, part.payload)
-        now = self._here.outside.clock()
-        if part.kind == "reseed":
-            _reseed(hosted, part.values)
-            hosted.was_set()
-        if part.kind in ("ask", "reseed"):  # of a shard; a replica has nothing to ask for
-            return self._actions.prepared(hosted, [hosted.algorithm.asked(home, part)])
+        if part.kind in ("ask", "reseed"):
+            return self._asked(hosted, part)
         if part.kind == "post":
             if position not in home.present:
                 _come_back(hosted, part)
@@ -245,13 +241,21 @@ class HomeServer:
                 Kind.APPLIED, f"bucket {hosted.bucket.index}", stale, part.clock, hosted.plan.plan.id,
                 peer=hosted.ranks[position],
             )  # fmt: skip
-            hosted.notes[position] = stale, ahead, max(round(1000 * (now - part.arrived)), 0)
+            waited = self._here.outside.clock() - part.arrived
+            hosted.notes[position] = stale, ahead, max(round(1000 * waited), 0)
         nothing = part.kind == "post" and not part.samples
         steps = hosted.algorithm.nothing(home, part) if nothing else hosted.algorithm.received(home, part)
         acts = self._actions.prepared(hosted, steps)
         if len(home.slots) > hosted.most_waiting:
             raise _too_many(hosted, part)
         return acts
+
+    def _asked(self, hosted: HostedHome, part: Contribution) -> list[Act]:
+        """Answers a worker that asks for what a shard has, or has set it; a replica has nothing to ask for."""
+        if part.kind == "reseed":
+            _reseed(hosted, part.values)
+            hosted.was_set()
+        return self._actions.prepared(hosted, [hosted.algorithm.asked(hosted.home, part)])
 
     def _decoded(self, hosted: HostedHome, part: Contribution, payload: memoryview) -> Array:
         if part.kind == "told":

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from fusion_rt import wire
+from fusion_rt.client import terms
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.sync.at_step.at_step import AtStep
 from fusion_rt.torch.sync.exchanges import exchanges
@@ -97,9 +98,7 @@ class AtHomes(AtStep):
             )
 
     def _contribution(self, values: bool, piece: int) -> wire.Ready:
-        said = super()._contribution(values, piece)
-        said.rates = tuple(self.sync.trained.group_rates())
-        return said
+        return terms(samples=self.samples if values else 0, rates=tuple(self.sync.trained.group_rates()))
 
     def drain(self) -> None:
         self._check_weights()  # nothing is under way after a step
