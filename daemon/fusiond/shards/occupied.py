@@ -68,6 +68,8 @@ class Occupied:
             for (plan, _), message in list(self._known.items()):
                 if plan == state.plan.id:
                     self.told(message)
+            for rank in state.members.local:  # who may wait in something that it has begun before
+                self.look(rank)
 
     def drop(self, plan: int) -> None:
         """The plan is no longer active."""
@@ -117,9 +119,11 @@ class Occupied:
         self.look(rank)
 
     def answered(self, plan: int, rank: int) -> None:
-        """A local rank has been answered in a bucket of a plan."""
+        """A local rank has been answered in a bucket of a plan: that matters to shards only if they take somebody for
+        occupied, and to replicas only if a neighbour has sent something."""
         self._long.discard((plan, rank))
-        self.look(rank)
+        if self._told or self._wanted:
+            self.look(rank)
 
     def _occupying(self, state: PlanState, rank: int) -> set[int]:
         """Returns the marks of what occupies a local rank elsewhere than at the homes of a plan."""

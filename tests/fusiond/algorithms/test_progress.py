@@ -8,7 +8,7 @@ import pytest
 from fusion_rt import algorithms, wire
 from tests.fusiond.algorithms.schedules import Schedule, stuck
 from tests.fusiond.algorithms.training import Workers
-from tests.fusiond.simulation import Array
+from tests.fusiond.simulation import Array, SimulatedJob
 
 WAITING = (
     "ssp(staleness=0)",
@@ -219,3 +219,15 @@ def test_who_waits_in_a_barrier_holds_nobody_back_until_it_is_back() -> None:
             assert workers.waits(0)
             step(rank)
     assert not workers.waits(0)
+
+
+def test_who_waits_in_a_barrier_that_it_came_to_before_the_plan_was_there_holds_nobody_back() -> None:
+    job = SimulatedJob([2, 2])
+    handles = [job.submit(rank, "barrier", wire.Signature("barrier")) for rank in (1, 2, 3)]
+    workers = Workers([2, 2], "ssp(staleness=1)", START, 0.1, job=job)
+    for _ in range(5):
+        workers.post(0, START)
+        assert not workers.waits(0)
+        workers.collect(0)
+    occupy(workers, 0)
+    assert all(job.is_answered(rank, handle) for rank, handle in zip((1, 2, 3), handles, strict=True))
