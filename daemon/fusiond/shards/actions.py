@@ -5,14 +5,15 @@ The thread that works on the home does this: it encodes values, or copies them t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell
+from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell, Wake
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.hosted_home import HostedHome
@@ -46,28 +47,20 @@ class Actions:
         self._codecs = codecs
         self._clients = clients
         self._arrived = arrived
-        self._wake = wake
-        self._passed = passed
+        self._calls: dict[type[Step], Callable[[HostedHome, Any], Sequence[Act]]] = {
+            Answer: self._answer,
+            Send: self._send,
+            Refuse: lambda hosted, step: [partial(self._refuse, hosted, step)],
+            Passed: lambda hosted, step: [partial(passed, hosted, step.part.clock)],
+            Tell: self._tell,
+            Wake: lambda hosted, step: [partial(wake, hosted, step.at)],
+        }
 
     def prepared(self, hosted: HostedHome, steps: Iterable[Step]) -> list[Act]:
         """Returns the calls that the event loop makes for these steps. Values are then encoded, or in place."""
-        acts: list[Act] = []
-        for step in steps:
-            if isinstance(step, Answer):
-                acts.append(self._answer(hosted, step))
-            elif isinstance(step, Send):
-                acts.extend(self._send(hosted, step))
-            elif isinstance(step, Refuse):
-                acts.append(partial(self._refuse, hosted, step))
-            elif isinstance(step, Passed):
-                acts.append(partial(self._passed, hosted, step.part.clock))
-            elif isinstance(step, Tell):
-                acts.extend(self._tell(hosted, step))
-            else:
-                acts.append(partial(self._wake, hosted, step.at))
-        return acts
+        return [act for step in steps for act in self._calls[type(step)](hosted, step)]
 
-    def _answer(self, hosted: HostedHome, step: Answer) -> Act:
+    def _answer(self, hosted: HostedHome, step: Answer) -> list[Act]:
         rank, node = hosted.ranks[step.part.rank], hosted.nodes[step.part.rank]
         notes = hosted.notes.pop(step.part.rank, ())
         message = wire.Piece(
@@ -78,10 +71,10 @@ class Actions:
             place = self._clients.place(message.plan, message.bucket, rank)
             if place is not None:  # else it is over, while this thread is here
                 np.copyto(place, step.values)
-            return partial(self._clients.answered, message, (int(step.added), *notes))
+            return [partial(self._clients.answered, message, (int(step.added), *notes))]
         added, coded, payload = self._encoded(hosted, step)
         message = replace(message, notes=(added, coded, *notes))
-        return partial(self._here.send, node, message, payload)
+        return [partial(self._here.send, node, message, payload)]
 
     def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
         """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes."""
