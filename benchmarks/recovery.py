@@ -13,8 +13,8 @@ its own, which are longer.
 *Pause*: how much longer than a step a survivor, at most, stood still after a fault. *Dropped*: steps that it took in
 vain or repeated. *Back*: seconds from the fault until a worker in the place of the lost one counts. *Pause at a
 join*: that of the others when it comes. *Kept*: the steps that were taken until the next fault, of those that the
-workers which were there could have taken; who is cut off is not. *Differing*: steps after which parameters were not
-the same, bit by bit, on all ranks.
+workers which were there take in as much time without a fault, with their commits; who is cut off is not there.
+*Differing*: steps after which parameters were not the same, bit by bit, on all ranks.
 
 With `--samples` a small GPT (`faulted/gpt.py`) trains on so many pieces of text instead, each of them once, without a
 fault and then with 20, one after the other when all workers are there. What is compared is the loss of text that is
@@ -166,7 +166,7 @@ CONTENDERS: dict[str, Callable[[Netlab, int, Path, Any], Job]] = {OURS: Ours, TO
 
 
 def run(name: str, ranks: int, folder: Path, options: Any) -> dict[str, Any]:
-    """Trains under faults; returns their costs, and the seconds of a step."""
+    """Trains under faults; returns their costs, and the seconds of a step: the median, and the mean without a fault."""
     (folder / "notes").mkdir(parents=True)
     chance = random.Random(options.seed)
     kinds = [options.faults[index % len(options.faults)] for index in range(int(options.seconds // options.every))]
@@ -185,11 +185,15 @@ def run(name: str, ranks: int, folder: Path, options: Any) -> dict[str, Any]:
     found = notes.workers(notes.read(folder / "notes"))
     step = notes.step_seconds(found.values())
     everybody = list(found.values())
-    for fault, until in zip(faults, [*(fault.at for fault in faults[1:]), ended], strict=True):
+    spans = [*zip(faults, [*(fault.at for fault in faults[1:]), ended], strict=True)]
+    for fault, until in spans:
         notes.judge(fault, until, found, step)
-        fault.kept = notes.throughput(everybody, faults, step, fault.at, until)
+    calm = notes.calm_seconds(everybody, faults, ended)
+    for fault, until in spans:
+        fault.kept = notes.throughput(everybody, faults, calm, fault.at, until)
     return {
         "step": step,
+        "calm": calm,
         "differing": notes.differing(found.values()),
         "faults": [vars(fault) for fault in faults],
     }
@@ -308,7 +312,8 @@ def record(found: dict[str, dict[str, Any]], ranks: int, options: Any, begun: tu
                 )
                 for contender, run in found.items()
             }
-            measures.append(Measure(f"{kind}: {what}", "" if what == DROPPED else "s", samples))
+            if samples := {contender: values for contender, values in samples.items() if values}:  # somebody came back
+                measures.append(Measure(f"{kind}: {what}", "" if what == DROPPED else "s", samples))
         shares = {
             contender: results.rounded(fault["kept"] for fault in run["faults"] if fault["kind"] == kind)
             for contender, run in found.items()

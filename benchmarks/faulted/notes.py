@@ -157,6 +157,29 @@ def step_seconds(all_workers: Iterable[Worker]) -> float:
     return statistics.median(after - before for one in all_workers for before, after in pairwise(one.counted))
 
 
+def calm_seconds(found: Iterable[Worker], faults: Sequence[Fault], ended: float) -> float:
+    """Returns the mean time between two steps that count where no fault has any effect: before the first one, and after
+    each from a second after all were back until the next. Commits, which not all steps have, are in it.
+
+    Args:
+        found: all workers.
+        faults: in order of time, with their costs.
+        ended: when the measurement did.
+    """
+    everybody = [one for one in found if one.counted]
+    ends = [*(fault.at for fault in faults), ended]
+    begins = [max((one.counted[0] for one in everybody if one.counted[0] < ends[0]), default=ends[0])]
+    begins += [math.inf if fault.returned is None else fault.at + fault.returned for fault in faults]
+    calm = [
+        after - before
+        for begin, end in zip(begins, ends, strict=True)
+        for one in everybody
+        for before, after in pairwise(one.counted)
+        if begin + 1.0 <= before and after <= end
+    ]
+    return statistics.fmean(calm) if calm else step_seconds(everybody)
+
+
 def judge(fault: Fault, until: float, found: dict[int, Worker], step: float) -> None:
     """Computes the costs of a fault.
 
@@ -238,7 +261,8 @@ def samples_taken(notes: Sequence[Note]) -> SamplesTaken:
 def throughput(
     found: Sequence[Worker], faults: Iterable[Fault], step: float, since: float = -math.inf, until: float = math.inf
 ) -> float:
-    """Returns the share of the steps that the workers which were there could have taken in a span, and did.
+    """Returns the share of the steps that the workers which were there could have taken in a span, and did. `step`:
+    seconds that one takes without faults.
 
     A worker is there from its first step that counts to its last, but for the time from a fault that hits it to its
     next step that counts.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from benchmarks import recovery
+from benchmarks.common import results
 from benchmarks.faulted import notes
 from benchmarks.faulted.notes import Fault, Note
 
@@ -78,6 +84,21 @@ def test_the_share_that_was_kept_is_of_the_time_between_a_workers_first_and_last
     assert notes.step_seconds(found.values()) == pytest.approx(STEP)
 
 
+def test_a_step_without_a_fault_takes_as_long_as_those_with_and_without_commits_in_the_mean() -> None:
+    calm = [0.1 * step + 0.02 * (step // 5) for step in range(1, 40)]  # each fifth one takes a fifth longer
+    late = [10 + at for at in calm]
+    survivor = worker(1, "a.0", 0.0, [*calm, 4.5, *(6 + 0.3 * step for step in range(12)), *late])
+    newcomer = worker(3, "b.0", 8.0, [9.0, *late])
+    found = notes.workers([*survivor, *worker(2, "b.0", 0.0, calm), *newcomer])
+    fault = Fault("worker killed", 4.2, [2], returned=9.0 - 4.2)
+    begun = [at for at in calm if at >= calm[0] + 1.0]
+    expected = [after - before for times in (begun, begun, late, late) for before, after in pairwise(times)]
+    assert notes.calm_seconds(found.values(), [fault], 20.0) == pytest.approx(fmean(expected))
+    fault.returned = None
+    expected = [after - before for before, after in pairwise(begun)]
+    assert notes.calm_seconds(found.values(), [fault], 20.0) == pytest.approx(fmean(expected))
+
+
 def test_a_worker_that_is_cut_off_could_take_no_steps_and_the_others_could() -> None:
     survivor = worker(1, "a.0", 0.0, [*steps(0, 5), *steps(6, 20)])
     victim = worker(2, "b.0", 0.0, [*steps(0, 5), *steps(13, 20)])
@@ -87,6 +108,19 @@ def test_a_worker_that_is_cut_off_could_take_no_steps_and_the_others_could() -> 
     took, could = (140 + 69) * STEP, (20 - 5.02) + (20 - 13.1)
     assert notes.throughput(list(found.values()), [fault], STEP, *span) == pytest.approx(took / could)
     assert notes.throughput(list(found.values()), [fault], STEP, 0.0, 5.0) == pytest.approx(1.0)
+
+
+def test_a_result_is_kept_also_if_nobody_has_come_back_after_a_kind_of_fault(tmp_path: Path) -> None:
+    lost = Fault("host killed", 5.0, [2], pause=0.3, dropped=1, kept=0.9)
+    back = Fault("worker killed", 9.0, [3], pause=0.2, returned=3.0, join_pause=0.1, kept=0.95)
+    found = {"fusion_rt": {"step": STEP, "calm": STEP, "differing": 0, "faults": [vars(lost), vars(back)]}}
+    options = Namespace(faults=["host killed", "worker killed"], every=20.0, compute=0.05, timeout=3.0)
+    made = recovery.record(found, 4, options, results.begin())
+    results.keep(tmp_path / "recovery.json", recovery.NAME, made)
+    kept = {measure.name for measure in made.measures}
+    assert {"host killed: pause", "worker killed: back", "host killed: kept"} <= kept
+    assert "host killed: back" not in kept
+    assert "never" in recovery.table(made).markdown()
 
 
 def takes(epoch: int, step: int, rank: int, size: int, *samples: int) -> Note:
