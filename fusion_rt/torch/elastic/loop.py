@@ -63,6 +63,7 @@ class Passage:
         else:
             state.sync()
         self._has_values = True
+        self.survival.plan_ahead()
         return_freed_memory()
         if self._why and runtime().rank == 0:
             _log.warning("%s from the last commit, since %s", go_on(runtime().size), self._why.splitlines()[0])

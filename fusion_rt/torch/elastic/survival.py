@@ -25,6 +25,7 @@ from fusion_rt.torch.core.basics import init
 from fusion_rt.torch.core.runtime import runtime, step_out
 from fusion_rt.torch.elastic import mirrors
 from fusion_rt.torch.elastic.healing import heal
+from fusion_rt.torch.elastic.planning_ahead import can_plan_ahead, plan_ahead
 from fusion_rt.torch.elastic.sampler import Standing
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.ops.objects import allgather_object
@@ -54,6 +55,8 @@ class Report(NamedTuple):
         shard_clocks: how far it has come at the shards of its optimizers, in the order in which these were made.
         in_step: its exchanges have the same numbers as those of other ranks.
         process_sets: the ranks of those that are to be registered anew, by their rules; None if they cannot be.
+        plans_ahead: whether it can ask for a plan before it has gradients, by optimizer in the order in which these
+            were made.
     """
 
     skips_sync: bool = False
@@ -70,6 +73,7 @@ class Report(NamedTuple):
     shard_clocks: tuple[ShardClock | None, ...] = ()
     in_step: bool = True
     process_sets: tuple[tuple[int, ...], ...] | None = ()
+    plans_ahead: tuple[bool, ...] = ()
 
 
 class Conclusion(NamedTuple):
@@ -121,6 +125,19 @@ def conclude(reports: Sequence[Report]) -> Conclusion | None:
     return Conclusion(left_out, behind, root, healed)
 
 
+def planned_ahead(reports: Sequence[Report]) -> tuple[bool, ...]:
+    """Tells of which optimizers, in the order in which they were made, all ranks ask for a plan before there are
+    gradients, so that the first step need not wait for it. Where no rank has values, a job begins, and nobody knows yet
+    in which order gradients come.
+
+    Args:
+        reports: of all ranks.
+    """
+    if len({len(report.plans_ahead) for report in reports}) > 1 or not any(report.has_values for report in reports):
+        return ()
+    return tuple(all(each) for each in zip(*(report.plans_ahead for report in reports), strict=True))
+
+
 def _fit_together(clocks: Sequence[Sequence[ShardClock | None]]) -> bool:
     """Tells whether ranks are at the same shards, and what some have recalled of them, all have, and it counts still.
 
@@ -167,6 +184,7 @@ class Survival:
     def __init__(self, agent: elastic.AgentConnection, state: State) -> None:
         self._agent, self._state = agent, state
         self._is_spoiled, self._stays = False, True
+        self._planned_ahead: tuple[bool, ...] = ()
         self.agreed: tuple[bool, int] | None = None
 
     def __enter__(self) -> None:
@@ -196,11 +214,24 @@ class Survival:
             HorovodInternalError: a rank is gone.
         """
         agreed, self.agreed = self.agreed, None
-        return agreed or _without(self._tell(Report(skips_sync, has_values)))
+        plans_ahead = _plans_ahead(is_new=not has_values)
+        return agreed or _without(self._tell(Report(skips_sync, has_values, plans_ahead=plans_ahead)))
 
-    @staticmethod
-    def _tell(report: Report) -> list[Report]:
-        return allgather_object(report, "elastic.join")
+    def plan_ahead(self) -> None:
+        """Asks for plans before the training goes on, where all ranks can.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+        asked, self._planned_ahead = self._planned_ahead, ()
+        for sync, is_asked in zip(everyone(), asked, strict=False):
+            if is_asked:
+                plan_ahead(sync)
+
+    def _tell(self, report: Report) -> list[Report]:
+        reports = allgather_object(report, "elastic.join")
+        self._planned_ahead = planned_ahead(reports)
+        return reports
 
     def _survive(self, error: HorovodInternalError, failed: Exchange) -> None:
         """Goes on in the next membership epoch. See `Exchanges.survive`."""
@@ -234,6 +265,7 @@ class Survival:
                 self._heal(found, failed)
                 for process_set in lasting:
                     process_sets.add_process_set(process_set)
+                self.plan_ahead()
                 exchanges.left_out = found.left_out
                 break
             except HorovodInternalError as another:
@@ -274,6 +306,7 @@ class Survival:
             shard_clocks=clocks,
             in_step=any(clock is None or clock.in_step for clock in clocks),
             process_sets=rules,
+            plans_ahead=_plans_ahead(is_new=False),
         )
 
     def _recall(self, clocks: Sequence[Sequence[ShardClock | None]]) -> bool:
@@ -313,6 +346,11 @@ class Survival:
             failed.known = {parts[place]: outcome for place, outcome in found.healed}
             exchanges.last = failed.parts
         self._is_spoiled = False
+
+
+def _plans_ahead(is_new: bool) -> tuple[bool, ...]:
+    """Returns this rank's part of `planned_ahead`."""
+    return tuple(can_plan_ahead(sync, is_new) for sync in everyone())
 
 
 def _without(reports: Sequence[Report]) -> tuple[bool, int]:

@@ -41,6 +41,7 @@ class ActivePlan:
         node: the reduction within this node; None if the daemon combines gradients.
         count: how often there was a new plan.
         nbytes: bytes that a step exchanges, without sparse gradients.
+        order: names of parameters in the last plan of an earlier membership; none if some had sparse gradients.
     """
 
     def __init__(self, options: Options, trained: Trained, checkpoint: Checkpoint, selections: Selections) -> None:
@@ -53,6 +54,7 @@ class ActivePlan:
         self.buckets: list[Bucket] = []
         self.node: NodeReduction | None = None
         self.count = self.nbytes = 0
+        self.order: tuple[str, ...] = ()
         self._id = 0
         self._proposed: Operation | None = None
         self._segment: int | None = None
@@ -66,7 +68,12 @@ class ActivePlan:
         return self.here.rank == self.here.client.process_sets[self.where().process_set].ranks[0]
 
     def propose(
-        self, order: Mapping[str, Slot], reduction: wire.Reduction, replanning: Replanning | None, may_be_late: bool
+        self,
+        order: Mapping[str, Slot],
+        reduction: wire.Reduction,
+        replanning: Replanning | None = None,
+        may_be_late: bool = False,
+        ahead: bool = False,
     ) -> None:
         """Asks for a plan if there is none, and does not wait for it.
 
@@ -75,6 +82,8 @@ class ActivePlan:
             reduction: how contributions are combined.
             replanning: the tuner of plans, if there is one.
             may_be_late: updates can be applied one step late.
+            ahead: gradients are not looked at; none is sparse, and there is no compressor. With overlap, who touches
+                one waits until it is reduced.
 
         Raises:
             AlgorithmError, MixingError: so many ranks cannot do this; on all of them.
@@ -88,11 +97,16 @@ class ActivePlan:
         self._options.check(len(self.here.client.process_sets[process_set].ranks))  # no other membership would help
         # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
         # joined, took no part in some of their proposals.
-        specs = tuple(map(self._spec, order.values()))
+        specs = tuple(self._spec(slot, None if ahead else self._options.posted.value(slot)) for slot in order.values())
         proposal = wire.Proposal(self.group, process_set, self._id, reduction, specs)
         if replanning is not None:
             proposal = replanning.proposal(self.here, proposal, may_be_late, self._options.go_on is not None)
         self._proposed = self.here.client.propose(proposal)
+
+    @property
+    def is_asked_for(self) -> bool:
+        """True if a plan has been proposed, and nobody has waited for it yet."""
+        return self._proposed is not None
 
     def is_proposed_in_vain(self) -> bool:
         """Tells whether a plan has been proposed that has not arrived yet."""
@@ -141,7 +155,15 @@ class ActivePlan:
             device.layer.pin(segment, parameters)
 
     def give_up(self, here: Runtime) -> None:
-        """Drops the plan. `here`: the membership that the next one will belong to."""
+        """Drops the plan. `here`: the membership that the next one will belong to.
+
+        Raises:
+            HorovodInternalError: one was asked for in this membership, and the job has failed.
+        """
+        if here is self.here and (agreed := self.await_agreement()) is not None:
+            self._id = agreed.id  # all ranks have asked for it, and the next one replaces it
+        if here is not self.here and self.made:
+            self.order = _order_of(self.agreed)
         self.made, self.buckets, self._proposed = False, [], None
         if here is self.here:
             self._selections.lay_down(self.where())
@@ -170,10 +192,9 @@ class ActivePlan:
     def _name(self) -> str:
         return self.here.next_group(self._options.process_set.process_set_id)
 
-    def _spec(self, slot: Slot) -> wire.TensorSpec:
-        """Makes the spec with which a slot is proposed."""
+    def _spec(self, slot: Slot, value: torch.Tensor | None) -> wire.TensorSpec:
+        """Makes the spec with which a slot is proposed. `value`: what is posted of it, if it is known."""
         options = self._options
-        value = options.posted.value(slot)
         sparse = value.sparse_dim() if value is not None and value.is_sparse and not options.sparse_as_dense else 0
         if options.compressor is None:
             tensor = slot.parameter.permute(memory_order(slot.parameter))
@@ -191,3 +212,9 @@ class ActivePlan:
         rows = SparseGradient(sparse, f"{self.group}.{slot.name}", op, self._options.process_set)
         slot.bucket = Bucket(self.here, (rows.name, 0, 0), [slot], carriage, rows=rows)
         return slot.bucket  # type: ignore[no-any-return]
+
+
+def _order_of(plan: wire.Plan | None) -> tuple[str, ...]:
+    if plan is None or plan.sparse:
+        return ()
+    return tuple(tensor.name for bucket in plan.buckets for tensor in bucket.tensors)
