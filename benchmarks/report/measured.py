@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from benchmarks import allreduce, autotune, detection, elastic, encryption, recovery, startup, step, trace_tools
 from benchmarks import overlap as overlapping
@@ -347,9 +348,10 @@ def faults(found: All) -> str:
     return "\n\n".join(detection.table(record).markdown() for record in records(found, "detection"))
 
 
-def losses(found: All) -> str:
-    """Makes the tables of what losses and newcomers cost the others."""
-    made = [record for record in records(found, "recovery") if "samples" not in record.setting]
+def losses(found: All, ranks: int) -> str:
+    """Makes the tables of what losses and newcomers cost the others, where there are so many ranks."""
+    asked = [record for record in records(found, "recovery") if "samples" not in record.setting]
+    made = [record for record in asked if record.setting["ranks"] == ranks]
     return "\n\n".join(recovery.table(record).markdown() for record in made)
 
 
@@ -416,7 +418,8 @@ TABLES: dict[str, Callable[[All], str]] = {
     "overlap": overlap,
     "trace-tools": large_traces,
     "detection": faults,
-    "recovery": losses,
+    "recovery": partial(losses, ranks=4),
+    "recovery-8": partial(losses, ranks=8),
     "recovery-samples": learned,
     "encryption": encrypted,
     "autotune": tuned,
