@@ -53,10 +53,7 @@ class Memory:
     """Memory of malloc's, as the allocation of a tensor that takes all of it."""
 
     def __init__(self, nbytes: int) -> None:
-        found = ctypes.c_void_p()
-        assert _libc.posix_memalign(ctypes.byref(found), 64, nbytes) == 0
-        assert found.value is not None
-        self.address, self.nbytes = found.value, nbytes
+        self.address, self.nbytes = with_an_edge(nbytes), nbytes
         self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)).cast("B")
         self.unused = self.is_freed = False
         self.fill(0)
@@ -77,6 +74,23 @@ class Memory:
 
     def has(self, first: int) -> bool:
         return self.view == pattern(first, self.nbytes)
+
+
+def allocated(nbytes: int) -> int:
+    found = ctypes.c_void_p()
+    assert _libc.posix_memalign(ctypes.byref(found), 64, nbytes) == 0
+    assert found.value is not None
+    return found.value
+
+
+def with_an_edge(nbytes: int) -> int:
+    """The address of memory that does not begin with a page, as one allocation in 64 does by chance."""
+    others = []
+    while (address := allocated(nbytes)) % PAGE == 0:
+        others.append(address)
+    for each in others:
+        _libc.free(each)
+    return address
 
 
 def pattern(first: int, nbytes: int) -> bytes:

@@ -90,7 +90,7 @@ def test_it_goes_on_when_a_worker_is_killed_and_when_one_comes(tmp_path: Path) -
     before = max(note["done"] for note in found if note["pid"] == victim)
     begun = steps(found, 1)[0]["done"] - BATCH
     # The one that was killed had taken a step with the other, perhaps, which it has no note of.
-    assert -2 * BATCH <= before - begun <= COMMIT_EVERY * 2 * BATCH
+    assert -2 * BATCH <= before - begun <= COMMIT_EVERY * 2 * BATCH, output
     assert "held out" in output
     pids = {note["pid"] for note in found}
     if len(ends) == 2:  # the host was used again, in time
