@@ -81,6 +81,11 @@ class DistributedHandler(Saver):
         """Tells whether nodes remember something of their own at a commit; the same on all ranks."""
         return self._checkpoint.carries
 
+    @property
+    def is_alike(self) -> bool:
+        """Tells whether all ranks have the same between two steps."""
+        return self.value._sync.options.algorithm.sums_gradients
+
     def forget(self) -> None:
         """Forgets what was kept: it is of another commit than that from which all go on."""
         self._pending, self._mirrored = None, {}

@@ -12,6 +12,7 @@ from fusion_rt.core.wording import go_on
 from fusion_rt.host.allocator import return_freed_memory
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.elastic.donors import Donors
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.elastic.survival import Survival, move
 
@@ -34,7 +35,7 @@ class Passage:
         self._agent, self._state = agent, state
         # Why this worker has left an epoch; empty if only hosts have changed, or it is new and the others are in one.
         self._why: str | None = None if agent.expected is None else ""
-        self._skip_sync = self._has_values = False
+        self._skip_sync = self._has_values = self._is_level = False
         self.survival = Survival(agent, state)
 
     def enter(self) -> None:
@@ -57,11 +58,12 @@ class Passage:
                 self.survival.agreed = None
                 move(self._agent, unfit, is_unfit=True)
                 state.on_reset()
-        all_skip, state._root = self.survival.join(self._skip_sync, self._has_values)
-        if all_skip:
-            state._resume()
-        else:
+        state._donors = self.survival.join(self._skip_sync, self._has_values, self._is_level)
+        if state._donors.is_needed:
             state.sync()
+        else:
+            state._resume()
+        state._donors = Donors()
         self._has_values = True
         self.survival.plan_ahead()
         return_freed_memory()
@@ -70,11 +72,11 @@ class Passage:
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
         """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""
-        self._why, self._skip_sync = str(interruption), False
+        self._why, self._skip_sync, self._is_level = str(interruption), False, False
         if isinstance(interruption, HostsUpdatedInterrupt):
             try:
                 self._state._hand_over()
-                self._why, self._skip_sync = "", interruption.skip_sync
+                self._why, self._skip_sync, self._is_level = "", interruption.skip_sync, self._state._is_alike()
                 return
             except HorovodInternalError as error:  # somebody was not so orderly
                 self._why = str(error)

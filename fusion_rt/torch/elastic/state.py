@@ -20,6 +20,7 @@ from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import rank
 from fusion_rt.torch.elastic.commits import Commits, Saver, agreed
 from fusion_rt.torch.elastic.distributed import DistributedHandler
+from fusion_rt.torch.elastic.donors import Donors, pass_on
 from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
@@ -61,7 +62,7 @@ class State:
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._somebody_leaves = False  # as of the last news of hosts
-        self._root = 0  # the rank whose values count in a sync; another one than 0 only if that has just come
+        self._donors = Donors()  # of the values in a sync
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -168,6 +169,10 @@ class State:
             HorovodInternalError: a rank is gone.
         """
 
+    def _is_alike(self) -> bool:
+        """Tells whether ranks that have left an epoch in good order have the same values. The same on all of them."""
+        return False
+
     def _why_unfit(self) -> str:
         """Returns why as many ranks as there are cannot train this; empty if they can. The same on all ranks."""
         return ""
@@ -225,7 +230,7 @@ class ObjectState(State):
 
     def sync(self) -> None:
         if self._saved_state:
-            self._set_saved(self._bcast_object(self._values(), *([self._root] if self._root else [])))
+            self._set_saved(self._bcast_object(self._values(), *([self._donors.root] if self._donors.root else [])))
 
     def _set_saved(self, values: dict[str, Any]) -> None:
         self._saved_state = values
@@ -282,11 +287,14 @@ class TorchState(ObjectState):
         handlers = [*self._handlers.items()]
         handlers.sort(key=lambda named: not isinstance(named[1], DistributedHandler))
         items = [item for name, handler in handlers for item in handler.items(name)]
-        broadcast_items([*items, Item(self._values, self._set_saved)], self._root)
+        items.append(Item(self._values, self._set_saved))
+        if self._donors.by_taker is None:
+            broadcast_items(items, self._donors.root)
+        else:
+            pass_on(items, self._donors.by_taker)
         for distributed in self._distributed():
             distributed.deal()
-        for _, handler in handlers:
-            handler.save()
+        self.save()
 
     def reset(self) -> None:
         for sampler in self._samplers():
@@ -320,7 +328,7 @@ class TorchState(ObjectState):
         """Has all ranks go on from the same commit. An operation on all ranks."""
         if not self._carries:
             return
-        number = agreed(allgather_object(self._commits.held, "elastic.commits"), self._root)
+        number = agreed(allgather_object(self._commits.held, "elastic.commits"), self._donors.root)
         if number not in self._commits.held:
             for distributed in self._distributed():
                 distributed.forget()
@@ -350,6 +358,9 @@ class TorchState(ObjectState):
         for distributed in self._distributed():
             distributed.deal()
         self.save()
+
+    def _is_alike(self) -> bool:
+        return all(distributed.is_alike for distributed in self._distributed())
 
     def _why_unfit(self) -> str:
         return next(filter(None, (distributed.why_unfit() for distributed in self._distributed())), "")

@@ -23,7 +23,8 @@ from fusion_rt.local import elastic
 from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.core.basics import init
 from fusion_rt.torch.core.runtime import runtime, step_out
-from fusion_rt.torch.elastic import mirrors
+from fusion_rt.torch.elastic import donors, mirrors
+from fusion_rt.torch.elastic.donors import Donors
 from fusion_rt.torch.elastic.healing import heal
 from fusion_rt.torch.elastic.planning_ahead import can_plan_ahead, plan_ahead
 from fusion_rt.torch.elastic.sampler import Standing
@@ -45,6 +46,7 @@ class Report(NamedTuple):
     Attributes:
         skips_sync: it needs nobody's values.
         has_values: that were synced before.
+        is_level: it has left the last membership epoch in good order, with the same values as all others who have.
         stays: it is in its function, and can go on there.
         generation, completed, begun: those of its exchanges.
         failed: places of the optimizers whose exchange has failed, in the order in which they were made.
@@ -61,6 +63,7 @@ class Report(NamedTuple):
 
     skips_sync: bool = False
     has_values: bool = False
+    is_level: bool = False
     stays: bool = False
     generation: int = 0
     completed: int = 0
@@ -177,7 +180,7 @@ class Survival:
         state: the function's.
 
     Attributes:
-        agreed: what `join` would return, of an epoch that this rank has joined in its function, which it has to leave
+        agreed: what `join` would return of an epoch that this rank has joined in its function, which it has to leave
             after all; None if there is none.
     """
 
@@ -185,7 +188,7 @@ class Survival:
         self._agent, self._state = agent, state
         self._is_spoiled, self._stays = False, True
         self._planned_ahead: tuple[bool, ...] = ()
-        self.agreed: tuple[bool, int] | None = None
+        self.agreed: Donors | None = None
 
     def __enter__(self) -> None:
         exchanges.restart()
@@ -198,24 +201,18 @@ class Survival:
         exchanges.survive = None
         exchanges.restart()
 
-    def join(self, skips_sync: bool, has_values: bool) -> tuple[bool, int]:
-        """Begins a membership epoch outside of the function, with all ranks.
+    def join(self, skips_sync: bool, has_values: bool, is_level: bool) -> Donors:
+        """Begins a membership epoch outside of the function, with all ranks, and returns whose values count.
 
         Args:
-            skips_sync: this rank needs nobody's values.
-            has_values: it has some that were synced before.
-
-        Returns:
-            Whether all ranks skip the sync, and the rank that a sync is from: the first that has values which were
-            synced before. The launcher gives workers of earlier epochs the lowest ranks, but these may have been
-            interrupted before their first sync.
+            skips_sync, has_values, is_level: see `Report`.
 
         Raises:
             HorovodInternalError: a rank is gone.
         """
         agreed, self.agreed = self.agreed, None
         plans_ahead = _plans_ahead(is_new=not has_values)
-        return agreed or _without(self._tell(Report(skips_sync, has_values, plans_ahead=plans_ahead)))
+        return agreed or _donors(self._tell(Report(skips_sync, has_values, is_level, plans_ahead=plans_ahead)))
 
     def plan_ahead(self) -> None:
         """Asks for plans before the training goes on, where all ranks can.
@@ -229,6 +226,7 @@ class Survival:
                 plan_ahead(sync)
 
     def _tell(self, report: Report) -> list[Report]:
+        donors.open_group(runtime())
         reports = allgather_object(report, "elastic.join")
         self._planned_ahead = planned_ahead(reports)
         return reports
@@ -242,7 +240,7 @@ class Survival:
             raise error  # nobody is lost
         trained = {sync.options.process_set.process_set_id for sync in everyone()}
         lasting = [one for one in process_sets.by_rule() if one.process_set_id not in trained]
-        can_last = {GLOBAL_SET, *(one.process_set_id for one in lasting)}
+        can_last = {GLOBAL_SET, donors.GROUP, *(one.process_set_id for one in lasting)}
         if made := [known for known in runtime().client.process_sets if known not in can_last]:
             what = "a process group of torch.distributed" if is_group(made[0]) else f"process set {made[0]}"
             raise HorovodInternalError(
@@ -256,11 +254,11 @@ class Survival:
                 reports = self._tell(self._report(failed, process_sets.ranks_by_rule(lasting)))
                 found = conclude(reports)
                 if found is None or not self._state._follow([report.standings for report in reports]):
-                    self.agreed = _without(reports)
+                    self.agreed = _donors(reports)
                     break
                 exchanges.generation += 1
                 if not self._recall([report.shard_clocks for report in reports]):
-                    self.agreed = _without(reports)
+                    self.agreed = _donors(reports)
                     break
                 self._heal(found, failed)
                 for process_set in lasting:
@@ -353,7 +351,8 @@ def _plans_ahead(is_new: bool) -> tuple[bool, ...]:
     return tuple(can_plan_ahead(sync, is_new) for sync in everyone())
 
 
-def _without(reports: Sequence[Report]) -> tuple[bool, int]:
-    """Returns what `Survival.join` does."""
+def _donors(reports: Sequence[Report]) -> Donors:
+    """Returns whose values count, by the reports of all ranks."""
     root = next((rank for rank, report in enumerate(reports) if report.has_values), 0)
-    return all(report.skips_sync for report in reports), root
+    by_taker = donors.by_taker([report.is_level for report in reports])
+    return Donors(not all(report.skips_sync for report in reports), root, by_taker)

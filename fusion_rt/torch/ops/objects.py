@@ -16,7 +16,7 @@ from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also 
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.broadcast import broadcast_, broadcast_async_
-from fusion_rt.torch.ops.gather import allgather, allgather_async
+from fusion_rt.torch.ops.gather import gather
 from fusion_rt.torch.ops.handles import synchronize
 
 _LENGTH = 8  # bytes that say how long an object is
@@ -71,10 +71,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         HorovodInternalError: it failed, on all ranks.
     """
-    data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
-    length = allgather_async(torch.tensor([data.numel()]), f"{name}.length" if name else None, process_set)
-    gathered = allgather(data, f"{name}.data" if name else None, process_set)
-    parts = torch.split(gathered, synchronize(length).tolist())
+    here = runtime()
+    gathering = gather(here, torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8), name, process_set)
+    gathered = gathering.result(here)
+    parts = torch.split(gathered, list(gathering.operation.sizes))
     return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
 

@@ -12,6 +12,7 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.core.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch.elastic import State, loop, run_fn
+from fusion_rt.torch.elastic.donors import Donors
 from tests.harness import on_ranks
 
 
@@ -159,7 +160,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             state.log.append(f"move ({why}{', unfit' if is_unfit else ''})")
 
         monkeypatch.setattr(loop, "move", move)
-        monkeypatch.setattr(loop.Survival, "join", lambda _, skips_sync, has_values: (skips_sync and others_skip, 0))
+
+        def join(_: object, skips_sync: bool, has_values: bool, is_level: bool) -> Donors:
+            return Donors(not (skips_sync and others_skip))
+
+        monkeypatch.setattr(loop.Survival, "join", join)
         loop.train(train, state, SimpleNamespace(expected=None, trains=True))  # type: ignore[arg-type]
         return state.log
 

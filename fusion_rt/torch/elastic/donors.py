@@ -1,0 +1,145 @@
+"""State for newcomers from the ranks that have it, each from one of these, which train on meanwhile.
+
+Ranks that have left a membership epoch in good order have the same state. So only newcomers get it, in messages, and
+only they wait for it to come; all others wait for the newcomers' first contributions.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes classes of __main__
+
+from fusion_rt.torch.core.runtime import Runtime, runtime
+from fusion_rt.torch.core.tensors import Memory, copy_in, copy_out
+from fusion_rt.torch.sync.broadcasting import Item
+from fusion_rt.wire import group_id
+
+_KEY = "elastic.donors"
+GROUP = group_id(_KEY)  # of all ranks of a membership epoch
+_SIZES = struct.Struct("<QQ")  # bytes of what is no tensor, and of all
+_ALIGNMENT = 64  # bytes
+
+
+class Donors(NamedTuple):
+    """The ranks whose values count when a membership epoch begins outside of the function.
+
+    Attributes:
+        is_needed: a rank needs values of others.
+        root: the first that has values which were synced before. The launcher gives workers of earlier epochs the
+            lowest ranks, but these may have been interrupted before their first sync.
+        by_taker: the rank from which each of those gets its values that do not have what all others have; None if all
+            get them from the root.
+    """
+
+    is_needed: bool = True
+    root: int = 0
+    by_taker: Mapping[int, int] | None = None
+
+
+def open_group(here: Runtime) -> None:
+    """Opens the group in which newcomers get the state, on a rank that enters a membership epoch. Nobody uses it before
+    all have told each other something.
+
+    Raises:
+        HorovodInternalError: the job has failed.
+    """
+    here.client.open_group(_KEY, range(here.size))
+
+
+def by_taker(are_level: Sequence[bool]) -> dict[int, int] | None:
+    """Returns the rank from which each newcomer gets the state; None if no rank has it.
+
+    Args:
+        are_level: of each rank, whether it has the same state as all others of which that is so.
+    """
+    level = [rank for rank, is_level in enumerate(are_level) if is_level]
+    takers = [rank for rank, is_level in enumerate(are_level) if not is_level]
+    return {taker: level[place % len(level)] for place, taker in enumerate(takers)} if level else None
+
+
+def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> None:
+    """Gives newcomers what others have of several things. On those that give it, or have nothing to do, this waits for
+    nobody.
+
+    Args:
+        items: the same on all ranks.
+        donors: by taker; see `Donors`.
+
+    Raises:
+        ValueError: this rank is a newcomer, and a value does not fit it.
+        HorovodInternalError: a rank is gone.
+    """
+    here = runtime()
+    if here.rank in donors:
+        _take(here, items, donors[here.rank])
+    elif takers := [taker for taker, donor in donors.items() if donor == here.rank]:
+        _give(here, items, takers)
+
+
+def _give(here: Runtime, items: Sequence[Item], takers: Sequence[int]) -> None:
+    told = [item.tell() for item in items]
+    pairs = _pairs(items, told, is_donor=True)
+    tensors = [tensor for _, tensor in pairs]
+    head = _dumps((told, _described(pairs)))
+    offsets, total = _offsets(len(head), tensors)
+    memory = Memory(here, total, tensors=tensors, small=False)  # a copy: the next step changes the tensors
+    memory.view[: len(head)] = head
+    if tensors:
+        copy_in(_places(memory, tensors, offsets), tensors)
+    for taker in takers:
+        here.client.messages.send_to(GROUP, taker, 0, inline=_SIZES.pack(len(head), total))
+        here.client.messages.send_to(GROUP, taker, 0, place=memory.place, nbytes=total, keeps=memory)
+
+
+def _take(here: Runtime, items: Sequence[Item], donor: int) -> None:
+    client = here.client
+    sizes = client.wait(client.messages.receive_from(GROUP, donor, 0, _SIZES.size)).inline
+    assert sizes is not None
+    length, total = _SIZES.unpack(sizes)
+    memory = Memory(here, total, small=False)
+    client.wait(client.messages.receive_from(GROUP, donor, 0, total, place=memory.place, keeps=memory))
+    told, described = pickle.loads(memory.view[:length])
+    pairs = _pairs(items, told, is_donor=False)
+    _check(here, _described(pairs), described, donor)
+    tensors = [tensor for _, tensor in pairs]
+    if tensors:
+        copy_out(tensors, _places(memory, tensors, _offsets(length, tensors)[0]))
+    for item in items:
+        item.take()
+
+
+def _check(here: Runtime, own: Sequence[str], others: Sequence[str], donor: int) -> None:
+    """Raises `ValueError` if a rank's state has other tensors than that of the rank from which it gets their values."""
+    for mine, other in zip_longest(own, others, fillvalue="nothing more is"):
+        if mine != other:
+            raise ValueError(
+                f"{mine} in the state of rank {here.rank}, and {other} in that of rank {donor}, from which it gets its "
+                "values: make the same model and optimizer on all ranks"
+            )
+
+
+def _pairs(items: Sequence[Item], told: Sequence[Any], is_donor: bool) -> list[tuple[str | None, torch.Tensor]]:
+    return [pair for item, one in zip(items, told, strict=True) for pair in item.tensors(one, is_donor)]
+
+
+def _described(pairs: Sequence[tuple[str | None, torch.Tensor]]) -> list[str]:
+    return [f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in pairs]
+
+
+def _offsets(begin: int, tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Returns where each tensor begins behind so many bytes, and where all of them end."""
+    offsets, end = [], begin
+    for tensor in tensors:
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = offsets[-1] + tensor.nbytes
+    return offsets, end
+
+
+def _places(memory: Memory, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[torch.Tensor]:
+    return [memory.tensor(tensor.dtype, tensor.shape, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
