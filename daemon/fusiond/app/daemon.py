@@ -221,7 +221,8 @@ class Daemon:
         dropped, given_up = self._mesh.reform(order.topology.hosts, order.peers)
         for node in dropped:
             self._shell.heard.forget(node)
-            self._shell.probe.forget(node)
+        for peer in order.peers:
+            self._shell.probe.admit(peer.node, peer.public_key)
         tell_starter(bootstrap.Reformed(order.number))
         formation.await_all()
         for node in given_up:

@@ -20,7 +20,7 @@ Probe = tuple[int, int, int]  # node, serial, bytes of payload
 
 
 class LinkProbe:
-    """Measures the links to other nodes, each once, until it is forgotten.
+    """Measures the links to other nodes, each once for each daemon at its other end.
 
     Attributes:
         cost: of the worst of the links that were asked about last, when all have been measured; None until then.
@@ -36,6 +36,7 @@ class LinkProbe:
         self._sent_at = 0.0
         self._seconds: dict[tuple[int, int], list[float]] = {}  # round trips by node and payload
         self._links: dict[int, CostModel] = {}  # those that are measured, by node
+        self._daemons: dict[int, str] = {}  # their keys, by node
         self.cost: CostModel | None = None
         self.links: dict[int, CostModel] = {}
 
@@ -61,9 +62,11 @@ class LinkProbe:
         self._seconds.setdefault(measurement, []).append(self._clock() - self._sent_at)
         return self._next()
 
-    def forget(self, node: int) -> None:
-        """Forgets a link, which has gone with its node."""
-        self._links.pop(node, None)
+    def admit(self, node: int, daemon: str) -> None:
+        """Notes the key of the daemon by which a node takes part. The link to another one there is measured anew."""
+        if self._daemons.get(node) != daemon:
+            self._daemons[node] = daemon
+            self._links.pop(node, None)
 
     def _next(self) -> Probe | None:
         if self._todo:

@@ -105,8 +105,21 @@ def test_only_links_that_are_new_are_measured() -> None:
     assert probe.seconds_per_byte == pytest.approx({1: 1e-9, 3: 2e-9})
     assert probe.cost is not None
     assert probe.cost.seconds_per_byte == pytest.approx(2e-9)  # of the worst that is left
-    probe.forget(1)
-    assert set(run(probe, clock, {1: links[1], 3: links[3]})) == {1}
+
+
+def test_a_link_is_measured_anew_if_another_daemon_is_at_its_end() -> None:
+    clock = Clock()
+    probe = LinkProbe(clock)
+    links = {1: (200e-6, 1e-9), 2: (200e-6, 4e-9)}
+    for daemons, expected in (
+        ({1: "a", 2: "b"}, {1, 2}),
+        ({2: "b"}, set()),
+        ({1: "a", 2: "b"}, set()),
+        ({1: "c"}, {1}),
+    ):
+        for node, daemon in daemons.items():
+            probe.admit(node, daemon)
+        assert set(run(probe, clock, {node: links[node] for node in daemons})) == expected
 
 
 def test_a_measurement_that_was_cut_short_begins_again_and_its_late_echo_is_ignored() -> None:
