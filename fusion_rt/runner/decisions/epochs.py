@@ -163,6 +163,8 @@ class Epochs:
             for name in places.names:
                 if places.node_of(name) in nodes:
                     self._hosts.miss(name, host)
+            self._give_up_useless()
+            self._look()
 
     def answered(self, host: str) -> None:
         """The agent of a host is there."""
@@ -212,8 +214,7 @@ class Epochs:
             return
         now = self._clock()
         self.due = now + _TICK_S
-        for host, why in self._hosts.useless():
-            self._give_up(host, why)
+        self._give_up_useless()
         if now >= self._workers.leave_until and self._is_running and not self._workers.is_finishing:
             self._end_the_late()
         for host, slot in self._newcomers.give_up(self._limits.begin):
@@ -269,6 +270,10 @@ class Epochs:
                 self._workers.given_up.update((host, slot) for slot in slots)
                 self._control.kill(host, slots)
         self._workers.leave_until = self._clock() + _KILL_S
+
+    def _give_up_useless(self) -> None:
+        for host, why in self._hosts.useless():
+            self._give_up(host, why)
 
     def _give_up(self, host: str, reason: str) -> None:
         self.refused(HostFailure(host, (reason,)))

@@ -224,7 +224,7 @@ class HostStates:
                 found.append((name, f"it did not answer {limit}"))
             elif now >= state.listen_until:
                 found.append((name, f"its daemon did not listen {limit}"))
-            elif now >= state.probed + patience:
+            elif now >= state.probed + patience or (is_missed and self._control.overdue(name) >= patience):
                 silent = "its agent does not answer" + (", and other hosts cannot reach it" if is_missed else "")
                 found.append((name, silent))
         return found

@@ -51,6 +51,9 @@ class JobControl(Protocol):
     def probe(self, host: str) -> None:
         """The agent of a host is asked whether it is there; `answered` follows."""
 
+    def overdue(self, host: str) -> float:
+        """Returns the seconds since the agent of a host should have given a sign of life."""
+
     def check_daemon(self, host: str, serial: int) -> None:
         """The agent of a host ends this daemon if it does not answer; `daemon_down` follows then."""
 

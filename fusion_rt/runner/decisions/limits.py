@@ -18,7 +18,8 @@ class Limits:
         begin: seconds that a newcomer has from its start until it asks for its place.
         start: seconds in which an agent has to answer, and a daemon to listen.
         probe: seconds in which an agent has to say that it is there, when others have lost somebody.
-        probe_missed: the same when its own host is what they have lost.
+        probe_missed: the same when its own host is what they have lost. It is out at once if a sign of life that nobody
+            has asked for has been overdue for so long.
         restarts: a worker that fails is replaced; if not, its host is left out.
         failures: workers that may fail in a slot in a row, none after a minute of training, until it is abandoned.
     """

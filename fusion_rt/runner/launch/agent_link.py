@@ -135,6 +135,11 @@ class AgentLink:
         last_words = self._stderr if self._stderr.strip() else self._banner
         self._on_event(self.node, Lost(status, last_words.decode(errors="replace"), problem, silence))
 
+    @property
+    def overdue(self) -> float:
+        """Seconds since the agent should have given a sign of life."""
+        return self._silence.overdue
+
     def send(self, message: msgspec.Struct) -> None:
         """Sends a message, if the agent is still there."""
         if self._child is not None and self._child.stdin is not None:

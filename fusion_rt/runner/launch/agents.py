@@ -220,6 +220,10 @@ class Agents:
     def probe(self, host: str) -> None:
         self._tell([host], agent_messages.Hail())
 
+    def overdue(self, host: str) -> float:
+        agent = self.present.get(self._current.get(host, 0))
+        return 0.0 if agent is None else agent.link.overdue
+
     def check_daemon(self, host: str, serial: int) -> None:
         self._tell([host], agent_messages.CheckDaemon(serial))
 

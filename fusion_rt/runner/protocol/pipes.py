@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -38,10 +39,18 @@ class Silence:
         self.limit = limit
         self.listening = False
         self._steps = 0
+        self._heard_at = math.inf
 
     def heard(self) -> None:
         """Begins to count anew."""
         self._steps = 0
+        self._heard_at = time.monotonic()
+
+    @property
+    def overdue(self) -> float:
+        """Seconds since the other end should have given a sign of life; 0 if it is not yet time to."""
+        step = self.limit / BEATS
+        return max(0.0, min(time.monotonic() - self._heard_at, self._steps * step) - step)
 
     async def wait(self) -> None:
         """Returns when it has been silent for too long; never if there is no limit."""

@@ -36,6 +36,7 @@ class World:
         self.running: set[Place] = set()  # in the epoch
         self.beginning: dict[Place, Places] = {}
         self.hailed: list[str] = []
+        self.silent: dict[str, float] = {}  # seconds since its agent should have said something
         self.checked: list[tuple[str, int]] = []  # daemons that were to answer
         self.cut_off: set[str] = set()  # from the other hosts
         self.reaching: list[tuple[str, int]] = []
@@ -116,6 +117,10 @@ class World:
     def probe(self, host: str) -> None:
         assert host in self.agents
         self.hailed.append(host)
+
+    def overdue(self, host: str) -> float:
+        assert host in self.agents
+        return self.silent.get(host, 0.0)
 
     def check_daemon(self, host: str, serial: int) -> None:
         assert self.daemons[host][1] == serial
@@ -431,6 +436,27 @@ def test_a_host_that_is_cut_off_is_not_waited_for() -> None:
     places = world.come()
     assert places.topology.hosts == ("a", "b", "c")
     assert places.ranks == {("a", 0): 0, ("b", 0): 1, ("c", 0): 2}
+
+
+def test_a_host_that_is_cut_off_and_whose_agent_should_have_said_something_for_long_is_given_up_at_once() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world.up()
+    world.cut_off.add("c")
+    world.silent["c"] = 0.9
+    world.ask("a", "b", error="host c is silent")
+    assert world.epochs.number == 1, "nobody has missed its daemon"
+    world.silent["c"] = 1.1
+    world.epochs.missed("a", 1, (2,))
+    assert world.calls[-2:] == [("drop", "c"), ("begin", 2)]
+
+
+def test_a_host_whose_agent_is_silent_stays_if_nobody_misses_its_daemon() -> None:
+    world = World("a:1,b:1", Limits(2, 1, leave=15, probe=10))
+    world.up()
+    world.silent["b"] = 9.0
+    world.ask("a")
+    world.wait(9)
+    assert world.calls[-1] != ("drop", "b")
 
 
 def test_a_host_that_nobody_misses_has_more_time_to_answer() -> None:

@@ -51,3 +51,31 @@ def test_time_in_which_nobody_reads_is_no_silence(beats: list[float]) -> None:
 
     asyncio.run(read_late())
     assert len(beats) >= 11 * pipes.BEATS - 1  # the step that was under way counts
+
+
+def test_a_sign_of_life_is_overdue_when_it_should_have_come_while_this_process_was_awake(
+    beats: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del beats
+    now = [100.0]
+    monkeypatch.setattr(pipes.time, "monotonic", lambda: now[0])
+    silence = pipes.Silence(12.0)
+    step = 12.0 / pipes.BEATS
+    silence.listening = True
+    found = []
+
+    async def stand_still() -> None:
+        waiting = asyncio.ensure_future(silence.wait())
+        found.append(silence.overdue)  # nothing has come yet: another limit counts
+        silence.heard()
+        now[0] += 50.0
+        found.append(silence.overdue)  # it has not counted one step: it was stopped
+        while silence._steps < 3:
+            await asyncio.wait([waiting], timeout=0)
+        found.append(silence.overdue)
+        silence.heard()
+        found.append(silence.overdue)
+        waiting.cancel()
+
+    asyncio.run(stand_still())
+    assert found == [0.0, 0.0, 2 * step, 0.0]
