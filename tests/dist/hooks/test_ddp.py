@@ -25,7 +25,11 @@ TEXTS = [
     TOPK,
     "topk(density=0.05, minimum=100, momentum=0.9)",
     "fp16",
-    *(f"{name}(minimum=100)" for name, codec in sorted(CODECS.items()) if codec.stateful and name != "topk"),
+    *(
+        f"{name}(minimum=100)" if hasattr(codec, "minimum") else name
+        for name, codec in sorted(CODECS.items())
+        if codec.stateful and name != "topk"
+    ),
 ]
 
 
