@@ -368,6 +368,8 @@ class Executor:
             operation.over = True
         elif self._operations.get(operation.key) is operation:
             assert operation.exchange is not None
+            if operation.exchange.results:
+                _check_results(operation, operation.exchange.results)
             if operation.staging is None:
                 self._deliver(operation, operation.exchange.results)
             else:
@@ -427,6 +429,18 @@ class Executor:
 def local_parts(operation: Operation) -> list[Contribution]:
     """Returns the parts that local members have submitted, in order of local_rank."""
     return [operation.parts[rank] for rank in operation.members.local if rank in operation.parts]
+
+
+def _check_results(operation: Operation, results: Sequence[Result]) -> None:
+    """Raises `TypeError` where an exchange has not given each worker what that is going to read."""
+    parts, name = local_parts(operation), type(operation.exchange).__name__
+    if len(results) not in (1, len(parts)):
+        raise TypeError(f"{name} has {len(results)} results for {len(parts)} local members")
+    if any(part.place is not None and results[i % len(results)].segment for i, part in enumerate(parts)):
+        raise TypeError(
+            f"{name} has a result in memory of its own, but the worker awaits it at `part.place`; "
+            "use Result.allocate(nbytes, place=part.place.view(np.uint8))"
+        )
 
 
 def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None]:

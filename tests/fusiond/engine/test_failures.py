@@ -523,3 +523,27 @@ def test_a_bug_ends_the_job_with_its_traceback(monkeypatch: pytest.MonkeyPatch) 
         pass
     assert "the daemon of host host0 failed:" in job.nodes[0].failure
     assert "ZeroDivisionError: a bug" in job.nodes[0].failure
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [(3, "use Result.allocate(nbytes, place="), (2, "Broadcast has 2 results for 3 local members")],
+)
+def test_an_exchange_whose_results_lie_where_no_worker_looks_ends_the_job(
+    made: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusiond.collectives.broadcast import Broadcast
+    from fusiond.core.result import Result
+
+    def elsewhere(self: Broadcast) -> None:
+        self.results = [Result.allocate(LARGE_VALUES.nbytes) for _ in range(made)]
+        self.port.finish()
+
+    monkeypatch.setattr(Broadcast, "start", elsewhere)
+    job = SimulatedJob([3])
+    for rank in job.ranks:
+        job.submit(rank, "x", replace(LARGE, kind="broadcast"), LARGE_VALUES)
+    while job.step():
+        pass
+    assert why in job.nodes[0].failure
+    assert job.answers == {}
