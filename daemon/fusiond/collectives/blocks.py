@@ -134,7 +134,7 @@ def _allgather(agreed: Agreed) -> Blocks:
     nbytes = [rows * agreed.row_nbytes for rows in agreed.rows]
     offsets = [0, *itertools.accumulate(nbytes)]
     data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
-    places = [None if part.place is None else part.place.view(np.uint8) for part in local]
+    places = [part.place for part in local]
     if all(place is None for place in places):
         places = [None]
     blocks = []
@@ -167,8 +167,7 @@ def _alltoall(agreed: Agreed) -> Blocks:
     for k, j in enumerate(here):
         received = tuple(splits[i][j] for i in range(members))
         starts = [row * row_nbytes for row in itertools.accumulate(received, initial=0)]
-        place = agreed.local[k].place
-        results.append((starts[-1], received, None if place is None else place.view(np.uint8)))
+        results.append((starts[-1], received, agreed.local[k].place))
         for i in range(members):
             if i not in here:
                 blocks.append(Block(i * members + j, homes[i], homes[j], received[i] * row_nbytes))

@@ -93,8 +93,7 @@ class ReduceScatter(Exchange):
         itemsize = self._reducer.dtype.itemsize
         for member, place in zip(self._local, self._places, strict=True):
             low, high = self._ranges[member]
-            raw = None if place is None else place.view(np.uint8)
-            self.results.append(Result.allocate((high - low) * itemsize, place=raw))
+            self.results.append(Result.allocate((high - low) * itemsize, place=place))
         self._outputs = {
             member: result.array.view(self._reducer.dtype.storage)
             for member, result in zip(self._local, self.results, strict=True)

@@ -24,13 +24,16 @@ class Result:
 
     @classmethod
     def allocate(cls, nbytes: int, sizes: tuple[int, ...] = (), place: Array | None = None) -> Result:
-        """Makes a result of `nbytes` bytes with undefined contents, in its `place` in the arena if it has one.
+        """Makes a result of `nbytes` bytes with undefined contents.
+
+        Args:
+            place: where the worker awaits it (`Contribution.place`), of any dtype; None: in memory of its own.
 
         Raises:
             ArenaError: memory is out.
         """
         if place is not None:
-            return cls(place, None, sizes)
+            return cls(place.view(np.uint8), None, sizes)
         if nbytes <= wire.MAX_INLINE:
             return cls(np.empty(nbytes, np.uint8), None, sizes)
         segment = Segment.create(nbytes)

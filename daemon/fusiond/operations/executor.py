@@ -439,7 +439,7 @@ def _check_results(operation: Operation, results: Sequence[Result]) -> None:
     if any(part.place is not None and results[i % len(results)].segment for i, part in enumerate(parts)):
         raise TypeError(
             f"{name} has a result in memory of its own, but the worker awaits it at `part.place`; "
-            "use Result.allocate(nbytes, place=part.place.view(np.uint8))"
+            "use Result.allocate(nbytes, place=part.place)"
         )
 
 
