@@ -158,6 +158,7 @@ def test_the_packages_codec_with_a_residual_loses_nothing(nodes: int) -> None:
         else:
             np.testing.assert_allclose(waiting() + memory[0][inside], before + total, atol=1e-5)
     assert waiting().any()
+    assert all(bucket.statistics()["seconds"] > 0 for bucket in buckets)
 
 
 def test_the_packages_codec_with_a_residual_says_what_is_not_finite_and_what_is_not_its_own() -> None:
