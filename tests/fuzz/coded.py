@@ -38,6 +38,12 @@ _CODECS = {
     "onebit": ("onebit(minimum=0, block=32)", "float32"),
     "powersgd": ("powersgd(minimum=0, rank=2)", "float32"),
 }
+_NAMED = {text.partition("(")[0] for text, _ in _CODECS.values()}
+_CODECS |= {
+    name: (f"{name}(minimum=0)" if hasattr(codec, "minimum") else name, "float32")
+    for name, codec in sorted(codecs.CODECS.items())
+    if name not in _NAMED
+}
 _GUARD = 64  # elements before and after what is written to, which nothing may touch
 
 

@@ -39,6 +39,10 @@ CODECS = {
     "int2": "int2(minimum=4, decay=0.9)",
     "demo": "demo(density=0.5, minimum=4, decay=0.9)",
 }
+_ALIKE = {"fp16", "bf16", "int4", "onebit", "gaussiank", "thresholdk", "randomk"}  # each one of a family that is there
+CODECS |= {
+    name: name for name in sorted(codecs.CODECS.keys() - _ALIKE - {text.partition("(")[0] for text in CODECS.values()})
+}
 OVERLAPS = ("none", "forward", "stale")
 NODES = {"one node": (2,), "two nodes": (2, 1)}
 
