@@ -46,7 +46,9 @@ def contents(state: Any) -> list[Any]:
     return [[p.tolist() for p in parameters], [each.tolist() for each in given], state.step, state.note]
 
 
-def train(worker: Worker, algorithm: str = "allreduce", compression: str = "", wide: bool = False) -> Any:
+def train(
+    worker: Worker, algorithm: str = "allreduce", compression: str = "", wide: bool = False, pause: int = PAUSE
+) -> Any:
     """Steps, before which each rank says what it has. A newcomer says who gives it the state, and waits for a word."""
     hvd.init()
     torch.manual_seed(os.getpid())  # so that nothing is equal by chance
@@ -76,7 +78,7 @@ def train(worker: Worker, algorithm: str = "allreduce", compression: str = "", w
             state.note = f"by {hvd.size()}"
             sizes.append(hvd.size())
             state.commit()
-            if state.step == PAUSE:
+            if state.step == pause:
                 worker.say("paused")
                 worker.listen()
 
@@ -166,6 +168,17 @@ def test_if_the_rank_dies_that_gives_the_state_another_one_gives_it() -> None:
         job.change({"b": 1, "c": 1})
         assert job.reports() == [before[1]] * 2  # from the commit
         check(job.finish(), start, [2, 2, 2, 2, 2, 2, 2])
+
+
+@pytest.mark.multiprocess
+def test_a_newcomer_that_comes_when_nothing_is_left_to_do_gets_the_state_too() -> None:
+    with ElasticJob(train, "allreduce", "", False, STEPS - 1, hosts={"a": 1, "b": 1}) as job:
+        start = begin(job)
+        job.change({"a": 1, "b": 1, "c": 1})
+        there = same(job.reports()[:2])
+        job.hands[2].tell("go on")
+        assert job.report(job.hands[2]) == there
+        check(job.finish(), start, [2] * STEPS)
 
 
 @pytest.mark.multiprocess
