@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from benchmarks import allreduce, autotune, detection, elastic, encryption, recovery, startup, step, trace_tools
 from benchmarks import overlap as overlapping
@@ -208,7 +209,26 @@ def goals(found: All) -> str:
             reached = [ratio(samples[allreduce.GLOO], samples["fusion"]).value]
             model = str(record.setting["model"]).upper()
             row(f"a step of {model}, one host: gloo / fusion", "2.0", reached, lambda each: each >= 2)
+    for record in _faulted(found):
+        run, where = record.details[recovery.OURS], f"elastic, {record.setting['ranks']} ranks"
+
+        def medians(what: str, *kinds: str, run: Mapping[str, Any] = run) -> list[float]:
+            of_kinds = [[fault for fault in run["faults"] if fault["kind"] == kind] for kind in kinds]
+            return [median([fault[what] for fault in faults]) for faults in of_kinds]
+
+        joins = [pause / run["step"] for pause in medians("join_pause", *recovery.KINDS)]
+        row(f"{where}: pause of the others at a join", "1 step", joins, lambda each: each <= 1, " steps")
+        silent = float(record.setting["timeout"])
+        cut = [(pause - silent) / run["step"] for pause in medians("pause", recovery.CUT)]
+        row(f"{where}: pause after a cut, beyond the limit of silence", "1 step", cut, lambda each: each <= 1, " steps")
+        kept = medians("kept", *recovery.KINDS)
+        row(f"{where}: steps kept with a fault every 20 s", "0.97", kept, lambda each: each >= 0.97)
     return table.markdown()
+
+
+def _faulted(found: All) -> list[Record]:
+    """Returns the records of trainings under faults of which only time is measured."""
+    return [record for record in records(found, "recovery") if "samples" not in record.setting]
 
 
 def starts(found: All) -> str:
@@ -350,8 +370,7 @@ def faults(found: All) -> str:
 
 def losses(found: All, ranks: int) -> str:
     """Makes the tables of what losses and newcomers cost the others, where there are so many ranks."""
-    asked = [record for record in records(found, "recovery") if "samples" not in record.setting]
-    made = [record for record in asked if record.setting["ranks"] == ranks]
+    made = [record for record in _faulted(found) if record.setting["ranks"] == ranks]
     return "\n\n".join(recovery.table(record).markdown() for record in made)
 
 
