@@ -9,12 +9,15 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes classes of __main__
 
+from fusion_rt.client import Operation
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.core.tensors import Memory, copy_in, copy_out
 from fusion_rt.torch.sync.broadcasting import Item
@@ -63,13 +66,16 @@ def by_taker(are_level: Sequence[bool]) -> dict[int, int] | None:
     return {taker: level[place % len(level)] for place, taker in enumerate(takers)} if level else None
 
 
-def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> None:
+def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> list[Operation]:
     """Gives newcomers what others have of several things. On those that give it, or have nothing to do, this waits for
     nobody.
 
     Args:
         items: the same on all ranks.
         donors: by taker; see `Donors`.
+
+    Returns:
+        What is under way from this rank.
 
     Raises:
         ValueError: this rank is a newcomer, and a value does not fit it.
@@ -79,10 +85,23 @@ def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> None:
     if here.rank in donors:
         _take(here, items, donors[here.rank])
     elif takers := [taker for taker, donor in donors.items() if donor == here.rank]:
-        _give(here, items, takers)
+        return _give(here, items, takers)
+    return []
 
 
-def _give(here: Runtime, items: Sequence[Item], takers: Sequence[int]) -> None:
+def await_given(given: Sequence[Operation]) -> None:
+    """Returns when newcomers have what is under way to them, or are gone: a rank that has trained to the end may not
+    leave before.
+
+    Args:
+        given: what `pass_on` returned.
+    """
+    for operation in given:
+        with suppress(HorovodInternalError):  # this rank has all that it wants
+            runtime().client.wait(operation)
+
+
+def _give(here: Runtime, items: Sequence[Item], takers: Sequence[int]) -> list[Operation]:
     told = [item.tell() for item in items]
     pairs = _pairs(items, told, is_donor=True)
     tensors = [tensor for _, tensor in pairs]
@@ -92,9 +111,12 @@ def _give(here: Runtime, items: Sequence[Item], takers: Sequence[int]) -> None:
     memory.view[: len(head)] = head
     if tensors:
         copy_in(_places(memory, tensors, offsets), tensors)
+    send, sizes = here.client.messages.send_to, _SIZES.pack(len(head), total)
+    given = []
     for taker in takers:
-        here.client.messages.send_to(GROUP, taker, 0, inline=_SIZES.pack(len(head), total))
-        here.client.messages.send_to(GROUP, taker, 0, place=memory.place, nbytes=total, keeps=memory)
+        given.append(send(GROUP, taker, 0, inline=sizes))
+        given.append(send(GROUP, taker, 0, place=memory.place, nbytes=total, keeps=memory))
+    return given
 
 
 def _take(here: Runtime, items: Sequence[Item], donor: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fusion_rt.client import Operation
 from fusion_rt.core.errors import HostsUpdatedInterrupt
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import rank
@@ -63,6 +64,7 @@ class State:
         self._last_updated_timestamp = 0.0
         self._somebody_leaves = False  # as of the last news of hosts
         self._donors = Donors()  # of the values in a sync
+        self._given: Sequence[Operation] = ()  # values under way from this rank since then
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -291,7 +293,7 @@ class TorchState(ObjectState):
         if self._donors.by_taker is None:
             broadcast_items(items, self._donors.root)
         else:
-            pass_on(items, self._donors.by_taker)
+            self._given = pass_on(items, self._donors.by_taker)
         for distributed in self._distributed():
             distributed.deal()
         self.save()

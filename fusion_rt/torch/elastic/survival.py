@@ -200,6 +200,9 @@ class Survival:
     ) -> None:
         exchanges.survive = None
         exchanges.restart()
+        given, self._state._given = self._state._given, ()
+        if kind is None:
+            donors.await_given(given)
 
     def join(self, skips_sync: bool, has_values: bool, is_level: bool) -> Donors:
         """Begins a membership epoch outside of the function, with all ranks, and returns whose values count.
@@ -279,6 +282,7 @@ class Survival:
 
     def _move(self, why: str, daemon: str, dropped: Sequence[Exchange]) -> None:
         move(self._agent, why)
+        self._state._given = ()  # by now, newcomers have it or are gone
         if runtime().where.socket != daemon and any(sync.checkpoint.is_lost_with_daemon for sync in everyone()):
             self._stays = False  # what codecs and homes remember is gone with the daemon, but for the last commit's
         for exchange in dropped:

@@ -175,10 +175,14 @@ def test_a_newcomer_that_comes_when_nothing_is_left_to_do_gets_the_state_too() -
     with ElasticJob(train, "allreduce", "", False, STEPS - 1, hosts={"a": 1, "b": 1}) as job:
         start = begin(job)
         job.change({"a": 1, "b": 1, "c": 1})
-        there = same(job.reports()[:2])
-        job.hands[2].tell("go on")
-        assert job.report(job.hands[2]) == there
-        check(job.finish(), start, [2] * STEPS)
+        donor, other, newcomer = job.hands
+        there = same([job.report(donor), job.report(other)])
+        assert job.report(newcomer) == 0
+        results = [job.report(other)]  # it has trained to the end
+        newcomer.tell("go on")
+        assert job.report(newcomer) == there
+        results += [job.report(donor), job.report(newcomer)]
+        check([result for _, result in results], start, [2] * STEPS)
 
 
 @pytest.mark.multiprocess
