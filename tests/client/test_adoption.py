@@ -84,7 +84,7 @@ def allocated(nbytes: int) -> int:
 
 
 def with_an_edge(nbytes: int) -> int:
-    """The address of memory that does not begin with a page, as one allocation in 64 does by chance."""
+    """Returns the address of new memory that does not begin with a page, as one allocation in 64 does by chance."""
     others = []
     while (address := allocated(nbytes)) % PAGE == 0:
         others.append(address)

@@ -93,7 +93,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._training.close()
+        self._training.__exit__(kind, error, trace)
 
     def batches(self, loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
         """Yields a loader's batches of the rest of its sampler's epoch, and records those that steps have taken.
@@ -169,7 +169,7 @@ class Manager:
         # The error lives until this returns. Its frames refer to what the step was computing with, and to memory that
         # was shared with the daemon: they would be there beside those of the next epoch.
         traceback.clear_frames(error.__traceback__)
-        self._training.close()
+        self._training.__exit__(type(error), error, error.__traceback__)
         if self._passage is not None:
             self._passage.leave(interruption)
             self._enter(self._passage)

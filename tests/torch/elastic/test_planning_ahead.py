@@ -80,7 +80,7 @@ def train(worker: Worker, kind: str) -> Any:
 
 
 def results_of(kind: str) -> list[Any]:
-    """What two ranks come to which a third one joins after four or five steps."""
+    """Returns the results of three ranks, of which the third one comes after four or five steps of the others."""
     with ElasticJob(train, kind, hosts={"a": 1, "b": 1}) as job:
         assert job.reports() == ["paused"] * 2
         job.announce(added=True)
