@@ -62,6 +62,7 @@ class GaussianK(Selecting):
 
     name = "gaussiank"
     bucket = GaussianKBucket
+    takes_largest = True
 
 
 def _normal_threshold(plain: float, squared: float, n: int, k: int) -> float | None:

@@ -65,6 +65,8 @@ class Selecting(FeedbackCodec):
 
     selecting = True
     sends_indices: ClassVar[bool] = True
+    takes_largest: ClassVar[bool] = False
+    """The codec sends the largest elements, exactly or about; a kernel that finds exactly k may take its place."""
 
     density: float = 0.01
     value: str = "fp16"
@@ -105,6 +107,10 @@ class Selecting(FeedbackCodec):
 
     def share(self) -> float:
         return self.density
+
+    @property
+    def selects_in_workers(self) -> bool:
+        return self.takes_largest and self.decay == 1.0  # as far as kernels on GPUs know
 
     def tray(self, layout: Layout) -> Shape:
         """Returns the shape of a tray for a bucket."""

@@ -71,6 +71,7 @@ class ThresholdK(Selecting):
 
     name = "thresholdk"
     bucket = ThresholdKBucket
+    takes_largest = True
 
     every: int = 64
 

@@ -66,12 +66,13 @@ class TopK(Selecting):
 
     name = "topk"
     bucket = TopKBucket
+    takes_largest = True
 
     chunk: int = 0
 
     @property
     def selects_in_workers(self) -> bool:
-        return not self.chunk and self.decay == 1.0  # as far as kernels on GPUs know
+        return super().selects_in_workers and not self.chunk
 
     @property
     def rules(self) -> TensorRules:

@@ -264,7 +264,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
         residual, gradient, velocity, parts, groups, rule, momentum, factor, candidates, counts, histogram, ticket,
         plan, state,
     ):  # fmt: skip
-        """Adds, where there was no survey. Where fewer than are wanted at least have reached the threshold, all
+        """Adds, where there was no survey. Where fewer than are wanted have reached the threshold, all
         elements are candidates, as if there were no room.
 
         It also counts how far above the threshold they are: in steps of 2 ** w.DIGIT, where most are, and of
@@ -279,7 +279,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
             reached[0] = 0
         clear(bins)
         group = groups[cuda.blockIdx.x]
-        threshold, least = known(group, plan, state), plan[group, w.LEAST]
+        threshold, least = known(group, plan, state), plan[group, w.K]
         if threshold == 0:
             threshold, rule, least = state[group, w.FLOOR], w.NO_GRADIENT, np.int64(0)
         floor = np.uint32(threshold)

@@ -21,9 +21,10 @@ FIRST, END = 0, 1  # parts of the group
 BLOCKS = 2  # how many work for it
 OUT, ROOM = 3, 4  # the word at which its results begin, and for how many elements there is room
 K = 5  # how many to take
-LEAST = 6  # where fewer have reached the threshold of `collect`, all are collected
-AT_LEAST = 7  # that threshold; `EXPECTED_ONE`: the one in `state`, or, where there is none, what `survey` finds
-PLAN = 8
+AT_LEAST = (
+    6  # the threshold of `collect`; `EXPECTED_ONE`: the one in `state`, or, where there is none, what `survey` finds
+)
+PLAN = 7
 EXPECTED_ONE = -1
 
 ARRIVED, REACHED, LISTED = range(3)  # blocks; elements that they have collected, and that are on the list

@@ -17,9 +17,8 @@ That, or a threshold which is far from the k-th magnitude, or very many elements
 `largest` finds them, in up to three passes over what has been put aside. It is launched with the rest, or afterwards
 (`take_open`), when the host has seen in the result that it has to be. The result is always the same.
 
-About k, by `take_above` with a threshold that an earlier selection has found: `collect` adds the gradient, and there is
-no survey, so it is one pass, 12 bytes an element. Where there is no room to put aside what a part of the array has,
-the following steps walk through that part as a whole, so the result never depends on how much room there is.
+Where there is no room to put aside what a part of the array has, the following steps walk through that part as a whole,
+so the result never depends on how much room there is.
 
 All of that is done for several groups of elements at once, each with its own k and threshold, by as many launches as
 for one: three, where the last threshold was near.
@@ -44,9 +43,6 @@ import numpy as np
 from fusion_rt.kernels.cuda import _kernels, _words
 from fusion_rt.kernels.cuda._words import HEADER as HEADER
 from fusion_rt.kernels.cuda.shim import SIMULATED, cuda, launcher
-
-NOTHING = 0x7FFFFFFF + 1
-"""A threshold that no magnitude reaches."""
 
 Range = tuple[int, int]
 DeviceArray = Any  # numba.cuda has no types
@@ -162,16 +158,13 @@ class Found:
         self._told: tuple[Any, ...] = ()
         self._launchers: dict[tuple[str, Any], Callable[..., None]] = {}
 
-    def tell(
-        self, ks: Sequence[int], thresholds: Sequence[int] | None = None, least: bool = True, stream: Any = 0
-    ) -> None:
+    def tell(self, ks: Sequence[int], thresholds: Sequence[int] | None = None, stream: Any = 0) -> None:
         """Tells the device, if it is news, what to select.
 
         Args:
             ks: of each group, how many.
             thresholds: of each group, from which magnitude on elements are put aside; 0: none is known, and `survey`
                 finds it; None: what the last selection has let expect.
-            least: where fewer than k reach the threshold, all are put aside.
 
         Raises:
             ValueError: there is no room for so many.
@@ -179,12 +172,11 @@ class Found:
         for k, room in zip(ks, self.rooms, strict=True):
             if not 1 <= k <= room:
                 raise ValueError(f"there is room for 1 to {room} elements, not for {k}")
-        news = tuple(ks), None if thresholds is None else tuple(thresholds), least
+        news = tuple(ks), None if thresholds is None else tuple(thresholds)
         if news == self._told:
             return
         self._told = news
         self._plan[:, _words.K] = ks
-        self._plan[:, _words.LEAST] = ks if least else 0
         self._plan[:, _words.AT_LEAST] = _words.EXPECTED_ONE if thresholds is None else thresholds
         self.plan.copy_to_device(self._plan.copy(), stream=stream)
 
@@ -256,18 +248,6 @@ def take_open(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any
     take(residual, found, out, again=True, stream=stream)
 
 
-def take_above(
-    memory: Memory, found: Found, thresholds: Sequence[int], ks: Sequence[int], out: DeviceArray, digits: bool = True,
-    stream: Any = 0,
-) -> None:  # fmt: skip
-    """Takes the largest, but only elements whose magnitude is at least the group's threshold; see `take_largest`."""
-    found.tell(ks, [max(1, threshold) for threshold in thresholds], least=False, stream=stream)
-    collect(memory, found, stream)
-    if digits:
-        largest(memory.residual, found, stream)
-    take(memory.residual, found, out, stream=stream)
-
-
 def survey(memory: Memory, found: Found, stream: Any = 0) -> None:
     """Adds, in groups without a threshold, and finds one for `collect` that the k largest reach, and few others."""
     arrays, how = memory.arguments()
@@ -279,7 +259,7 @@ def survey(memory: Memory, found: Found, stream: Any = 0) -> None:
 
 def collect(memory: Memory, found: Found, stream: Any = 0) -> None:
     """Adds, in other groups than `survey`, and puts aside what then has a magnitude of at least the threshold. Where
-    that is fewer than there have to be at least, everything is."""
+    that is fewer than are wanted, everything is."""
     arrays, how = memory.arguments()
     found.launch(
         "collect", stream, *arrays, found.parts, found.groups, *how, found.candidates, found.counts, found.histogram,

@@ -208,18 +208,13 @@ class SideSelector:
             self._offsets = [0, *accumulate(map(selection.words, rooms))]
             self._pinned = layer.pin(out)
 
-    def start(
-        self, gradient: Tensor, ks: Sequence[int], thresholds: Sequence[int] | None = None, factor: float = 1.0,
-        at_once: bool = False,
-    ) -> None:  # fmt: skip
-        """Queues a step: adds gradient * factor and takes elements out of the residual. That takes as many launches for
-        any number of groups.
+    def start(self, gradient: Tensor, ks: Sequence[int], factor: float = 1.0, at_once: bool = False) -> None:
+        """Queues a step: adds gradient * factor and takes exactly the k largest elements of each group out of the
+        residual. That takes as many launches for any number of groups.
 
         Args:
             gradient: float32, on the device, as long as the residual.
             ks: how many of each group.
-            thresholds: a magnitude that the elements of each group have to reach; None: exactly the k largest are
-                taken.
             at_once: all of it is done on the device before what is queued next, which may change the residual.
                 Otherwise a step whose threshold is far from what was expected is finished by `finish`.
         """
@@ -239,13 +234,10 @@ class SideSelector:
                 self._wrapped = address, layer.wrap(gradient)
         memory.gradient, memory.factor = self._wrapped[1], factor
         layer.follow()
-        surveys, digits = thresholds is None and 0 in self._expected, at_once or self._digits > 0
+        surveys, digits = 0 in self._expected, at_once or self._digits > 0
         self._digits = max(0, self._digits - 1)
         self._ks = ks
-        self._queue(
-            (address, tuple(ks), thresholds and tuple(thresholds), surveys, digits, factor),
-            partial(self._select, ks, thresholds, surveys, digits),
-        )
+        self._queue((address, tuple(ks), surveys, digits, factor), partial(self._select, ks, surveys, digits))
         self._event = self._mark = layer.mark(self._mark)
         self._given = gradient
 
@@ -273,12 +265,10 @@ class SideSelector:
                 return
         self._captured[1]()
 
-    def _select(self, ks: Sequence[int], thresholds: Sequence[int] | None, surveys: bool, digits: bool) -> None:
-        memory, found, out, stream = self._memory, self._found, self._device_out, self._layer.stream
-        if thresholds is None:
-            selection.take_largest(memory, found, ks, out, None, surveys, digits, stream)
-        else:
-            selection.take_above(memory, found, thresholds, ks, out, digits, stream)
+    def _select(self, ks: Sequence[int], surveys: bool, digits: bool) -> None:
+        selection.take_largest(
+            self._memory, self._found, ks, self._device_out, None, surveys, digits, self._layer.stream
+        )
         self._copy(ks)
 
     def _select_rest(self) -> None:

@@ -13,7 +13,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
 
 from fusion_rt.kernels.cuda import _words, selection
-from fusion_rt.kernels.cuda.selection import NOTHING, Found, Memory, Range, Taken, words
+from fusion_rt.kernels.cuda.selection import Found, Memory, Range, Taken, words
 from fusion_rt.kernels.cuda.shim import cuda
 from tests.kernels import reference
 from tests.kernels.test_selection import addable
@@ -50,8 +50,8 @@ def device(array: Array | None) -> Any:
 
 def select(
     residual: Array, k: int, gradient: Array | None = None, velocity: Array | None = None, *, nesterov: bool = False,
-    factor: float = 1.0, ranges: list[Range] | None = None, threshold: int | None = None,
-    floor: int = 0, room: int | None = None, parts: int = 2, found: Found | None = None, digits: bool = False,
+    factor: float = 1.0, ranges: list[Range] | None = None, floor: int = 0, room: int | None = None, parts: int = 2,
+    found: Found | None = None, digits: bool = False,
 ) -> tuple[Taken, Array, Found]:  # fmt: skip
     """Selects, and checks the result and everything that has changed against the reference.
 
@@ -65,10 +65,7 @@ def select(
     memory = Memory(device(residual), device(gradient), device(velocity), 0.9, nesterov, factor)
     found = found or Found([ranges], [k + 1], CODE, room, parts)
     out = cuda.to_device(np.full(words(found.rooms[0]), -7, np.int32))
-    if threshold is None:
-        selection.take_largest(memory, found, [k], out, [floor], digits=digits)
-    else:
-        selection.take_above(memory, found, [threshold], [k], out, digits)
+    selection.take_largest(memory, found, [k], out, [floor], digits=digits)
     if Taken(out.copy_to_host()).open:
         assert not digits
         selection.take_open(memory.residual, found, out)
@@ -86,8 +83,6 @@ def select(
     whole[taken.indices] = taken.values
     same(whole, total)
     eligible = np.where(inside, whole, np.float32(0))
-    if threshold is not None:
-        eligible[reference.magnitudes(eligible) < threshold] = 0
     expected = reference.largest(eligible, k)
     assert taken.indices.tolist() == expected.tolist()
     assert taken.values.tobytes() == whole[expected].tobytes()
@@ -110,15 +105,6 @@ def test_the_largest_are_those_of_the_reference(rule: str, special: float, k: in
         residual, k, None if rule == "none" else gradient, velocity if rule in ("momentum", "nesterov") else None,
         nesterov=rule == "nesterov", factor=0.3, digits=digits,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("threshold", [1, ONE, INFINITY, NOTHING])
-def test_only_what_reaches_the_threshold_is_taken(threshold: int) -> None:
-    residual, gradient = numbers(41, 3, 0.6), np.zeros(41, np.float32)
-    reached = int((reference.magnitudes(residual) >= threshold).sum())
-    taken, _, found = select(residual, 15, gradient, threshold=threshold)
-    assert found.state.copy_to_host()[0, _words.COLLECTED] == reached
-    assert taken.count == min(15, reached)
 
 
 @pytest.mark.parametrize("digits", [True, False])
@@ -168,15 +154,15 @@ def test_what_is_not_finite_is_taken_first() -> None:
 
 
 @pytest.mark.parametrize("rule", ["plain", "momentum", "nesterov"])
-@pytest.mark.parametrize("threshold", [None, 1])
-def test_a_gradient_that_is_not_finite_is_left_out_and_told_of_once(rule: str, threshold: int | None) -> None:
+@pytest.mark.parametrize("floor", [0, 1])
+def test_a_gradient_that_is_not_finite_is_left_out_and_told_of_once(rule: str, floor: int) -> None:
     rng = np.random.default_rng(5)
     residual, gradient, velocity = rng.standard_normal((3, 40), np.float32)
     bad = gradient.copy()
     bad[[3, 20, 39]] = np.nan, np.inf, -np.inf
     bad[7] = residual[7] = 3e38  # neither of them is infinite
     moving = None if rule == "plain" else velocity
-    how: dict[str, Any] = {"nesterov": rule == "nesterov", "threshold": threshold}
+    how: dict[str, Any] = {"nesterov": rule == "nesterov", "floor": floor}
     taken, left, found = select(residual, 9, bad, moving, **how)
     assert taken.spoiled
     assert np.isfinite(left).all()
@@ -215,10 +201,8 @@ def test_several_groups_are_selected_from_as_each_of_them_is_alone(seed: int) ->
         gradient = device(numbers(n, 10 * seed + step, 0.3) * np.float32(1e-6 if step == 3 else 1))
         out = cuda.to_device(np.full(found.offsets[-1], -7, np.int32))
         together.gradient = gradient
-        if step == 4:
-            selection.take_above(together, found, [ONE, 1, NOTHING, 5], ks, out, digits=False)
-        else:
-            selection.take_largest(together, found, ks, out, None if step else [0, ONE, 0, INFINITY], digits=False)
+        thresholds = {0: [0, ONE, 0, INFINITY], 4: [ONE, 1, INFINITY + 1, 5]}.get(step)
+        selection.take_largest(together, found, ks, out, thresholds, digits=False)
         ends = zip(found.offsets, found.offsets[1:], strict=False)
         if any(Taken(out.copy_to_host()[first:end]).open for first, end in ends):
             finished_later += 1
@@ -226,10 +210,7 @@ def test_several_groups_are_selected_from_as_each_of_them_is_alone(seed: int) ->
         for group, memory in enumerate(alone):
             own = cuda.to_device(np.full(words(found.rooms[group]), -7, np.int32))
             memory.gradient = gradient
-            if step == 4:
-                selection.take_above(memory, each[group], [[ONE, 1, NOTHING, 5][group]], [ks[group]], own)
-            else:
-                selection.take_largest(memory, each[group], [ks[group]], own, [0])
+            selection.take_largest(memory, each[group], [ks[group]], own, [0])
             mine = out.copy_to_host()[found.offsets[group] : found.offsets[group + 1]]
             taken, expected = Taken(mine), Taken(own.copy_to_host())
             assert taken.indices.tolist() == expected.indices.tolist(), (step, group)
@@ -294,8 +275,6 @@ def test_what_cannot_be_done_is_refused() -> None:
     for k in (0, 3):
         with pytest.raises(ValueError, match=f"room for 1 to 2 elements, not for {k}"):
             selection.take_largest(memory, found, [k], out)
-        with pytest.raises(ValueError, match=f"not for {k}"):
-            selection.take_above(memory, found, [1], [k], out)
     with pytest.raises(ValueError, match="no instructions of warps"):
         selection.kernels(64, warps=True)
     with pytest.raises(ValueError, match="at most 1024"):

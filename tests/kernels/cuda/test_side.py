@@ -167,24 +167,21 @@ def test_steps_select_what_the_reference_does_and_keep_the_rest() -> None:
     residual, velocity = np.zeros(n, np.float32), np.zeros(n, np.float32)
     generator = torch.Generator().manual_seed(4)
     bucket = torch.empty(n)
-    threshold = None
     for step in range(3):
         bucket.copy_(torch.randn(n, generator=generator))
-        selector.start(bucket, [k], None if threshold is None else [threshold], 0.5, at_once=True)
+        selector.start(bucket, [k], 0.5, at_once=True)
         selector.after()
         assert not selector.ready()
         (taken,) = selector.finish()
         residual, moved = reference.added(residual, bucket.numpy(), velocity, 0.9, False, 0.5)
         assert moved is not None
-        eligible = np.where(reference.magnitudes(residual) >= (threshold or 0), residual, np.float32(0))
-        expected = reference.largest(eligible, k)
+        expected = reference.largest(residual, k)
         assert taken.indices.tolist() == expected.tolist(), step
         assert taken.values.tobytes() == residual[expected].tobytes()
         assert np.shares_memory(taken.values, out)
         residual[expected], velocity = 0, moved
         assert selector.residual.numpy().tobytes() == residual.tobytes()
         assert selector.velocity.numpy().tobytes() == velocity.tobytes()
-        threshold = taken.threshold if step == 1 else None
     selector.close()
     step_calls = ["follow", "copy", "mark", "lead"]
     assert [call for call in layer.calls if call != "wrap"] == ["pin", *step_calls * 3, "unpin"]
@@ -278,22 +275,18 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(side, "cuda", recorder.numba)
-    for name in ("take_largest", "take_above"):
-        monkeypatch.setattr(selection, name, lambda *given, n=name: recorder.log(f"{n} on {given[-1]}"))
+    monkeypatch.setattr(selection, "take_largest", lambda *given: recorder.log(f"take_largest on {given[-1]}"))
     return recorder
 
 
-@pytest.mark.parametrize(("threshold", "launched"), [(None, "take_largest"), (5, "take_above")])
-def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
-    recorder: Recorder, threshold: int | None, launched: str
-) -> None:
+def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(recorder: Recorder) -> None:
     layer = TorchLayer(recorder.torch, 0)
     out = np.zeros(words(2), np.int32)
     selector = SideSelector(layer, 8, [[(0, 8)]], out, found=object())  # type: ignore[arg-type]
     filled = ["enter side", "zeros float32", "leave side", "enter side", "zeros int32", "leave side"]
     assert recorder.calls == [*filled, "wrap, sync=False", "wrap, sync=False", "as cuda:0", f"register {out.nbytes}"]
     recorder.calls.clear()
-    selector.start(recorder.tensor(8), [2], None if threshold is None else [threshold])
+    selector.start(recorder.tensor(8), [2])
     selector.after()
     assert selector.ready()
     selector.finish()
@@ -302,7 +295,7 @@ def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
         "wrap, sync=False",
         "event after current",
         "side waits for the event",
-        f"{launched} on numba's side",
+        "take_largest on numba's side",
         "enter side",
         "copy, non_blocking=True",
         "leave side",

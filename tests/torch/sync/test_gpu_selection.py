@@ -195,6 +195,21 @@ def test_training_is_the_same_bit_by_bit_whoever_selects(text: str) -> None:
     assert any(value.any() for value in waiting.values()) == ("feedback" not in text)
 
 
+@pytest.mark.parametrize("name", ["thresholdk", "gaussiank"])
+@on_ranks
+def test_for_codecs_that_select_about_as_many_workers_select_exactly(name: str) -> None:
+    """So what is sent is what `topk` sends, bit by bit."""
+    model, optimizer = make()
+    expected = train(model, optimizer, range(12))
+    waiting = residuals(optimizer)
+    with on_a_gpu():
+        model, optimizer = make(CODEC.replace("topk", name))
+        assert train(model, optimizer, range(12)) == expected
+        assert selecting(optimizer) == [has_the_residual()] * len(selecting(optimizer))
+        found = residuals(optimizer)
+    assert not has_the_residual() or all(torch.equal(found[key], waiting[key]) for key in waiting)
+
+
 @pytest.mark.parametrize(
     ("dtype", "text"), [(torch.bfloat16, CODECS[0]), (torch.float16, CODECS[1]), (torch.bfloat16, CODECS[2])]
 )
@@ -312,15 +327,16 @@ def test_residuals_stay_where_another_node_goes_on_from_the_root() -> None:
         train(model, optimizer, range(3, 5))
 
 
+@pytest.mark.parametrize("name", ["topk", "thresholdk"])
 @on_ranks
-def test_nothing_is_lost() -> None:
+def test_nothing_is_lost(name: str) -> None:
     """What was given = what all got + what waits in residuals, on all nodes together; steps of size 1 from zero."""
     slopes = torch.linspace(-1, 1, 4000)
     with on_a_gpu():
         parameter, bias = torch.nn.Parameter(torch.zeros(4000)), torch.nn.Parameter(torch.zeros(10))
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter, bias], lr=1.0), [("w", parameter), ("bias", bias)], op=hvd.Sum,
-            compression=hvd.Compression.topk(0.01, minimum=100),
+            compression=f"{name}(density=0.01, minimum=100)",
         )  # fmt: skip
         given = torch.zeros(4010, dtype=torch.float64)
         for step in range(6):
@@ -430,7 +446,9 @@ def test_what_workers_do_not_select() -> None:
         for how in (
             {"compression": hvd.Compression.topk(0.1, minimum=10), "dtype": torch.float64},
             {"compression": hvd.Compression.topk(0.1)},
-            {"compression": hvd.Compression.gaussiank(0.1, minimum=10)},
+            {"compression": hvd.Compression.randomk(0.1, minimum=10)},
+            {"compression": hvd.Compression.topk(0.1, minimum=10, chunk=50)},
+            {"compression": hvd.Compression.gaussiank(0.1, minimum=10, decay=0.9)},
             {"compression": hvd.Compression.int8()},
             {"compression": hvd.Compression.fp16},
             {"compression": Own},
