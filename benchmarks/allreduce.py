@@ -38,6 +38,7 @@ SIZES = (
 _FRAMED = 1514 / 1448  # bytes on the wire for each byte of payload, at an MTU of 1500 and with TCP timestamps
 _BUDGET = 0.5  # seconds of one turn, at most; small sizes do more operations in less
 _MOST = 200  # operations in a turn
+_WARM_UP, _WARM_UP_S = 40, 4.0  # operations at most, and seconds: ordinary tensors get huge pages in the first ones
 _ROOM = 8  # bytes of memory that are needed for each that is reduced, on each rank: tensors, arena, what gloo sends
 
 
@@ -95,13 +96,20 @@ def repeats(call: Callable[[], Any]) -> int:
     import torch
     import torch.distributed as dist
 
-    for _ in range(2):
-        call()
-    begin = time.perf_counter()
-    call()
-    seconds = torch.tensor([time.perf_counter() - begin])
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return int(max(1, min(_MOST, _BUDGET / float(seconds))))
+    def slowest(count: int) -> float:
+        """Returns the seconds of the last of so many operations, on the slowest rank."""
+        for _ in range(count):
+            begin = time.perf_counter()
+            call()
+        seconds = torch.tensor([time.perf_counter() - begin])
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+    once = slowest(3)
+    more = int(min(_WARM_UP, _WARM_UP_S / once))
+    if more:
+        once = slowest(more)
+    return int(max(1, min(_MOST, _BUDGET / once)))
 
 
 def settings(ranks: str | None, hosts: str, rate: str | None, encryption: str) -> list[Setting]:
