@@ -139,14 +139,15 @@ def load_all(folder: Path) -> dict[str, Results]:
 
 
 def keep(path: Path, suite: str, *records: Record) -> Results:
-    """Writes records to a file, in place of those with the same settings; makes the file if there is none.
+    """Writes records to a file, at the places of those with the same settings; makes the file if there is none.
 
     Raises:
         ResultsError: the file or the records cannot be used; nothing is written then.
     """
     before = load(path, suite).records if path.exists() else []
-    new = [each.setting for each in records]
-    found = Results(SCHEMA, suite, [*(each for each in before if each.setting not in new), *records])
+    old = [each.setting for each in before]
+    kept = [next((new for new in records if new.setting == each.setting), each) for each in before]
+    found = Results(SCHEMA, suite, [*kept, *(each for each in records if each.setting not in old)])
     if problem := _problem(found, suite):
         raise ResultsError(f"What was measured cannot be kept in {path}: {problem}.")
     lines = ",\n".join(msgspec.json.encode(each).decode() for each in found.records)

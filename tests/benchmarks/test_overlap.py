@@ -36,8 +36,8 @@ def test_results_replace_those_of_the_same_setting(tmp_path: Path) -> None:
     overlap.keep(path, measured(hosts=1, rate="", ranks=2))
     kept = overlap.keep(path, measured(waited={}))
     assert [overlap.of(record) for record in results.load(path, "overlap").records] == kept
-    assert [(one["hosts"], one["waited"] == {}) for one in kept] == [(1, False), (4, True)]
-    assert kept[1] == measured(waited={})
+    assert [(one["hosts"], one["waited"] == {}) for one in kept] == [(4, True), (1, False)]
+    assert kept[0] == measured(waited={})
 
 
 def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:

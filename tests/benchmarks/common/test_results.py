@@ -29,13 +29,13 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     assert results.load_all(path.parent) == {"step": results.load(path)}
 
 
-def test_a_record_replaces_that_of_the_same_setting(tmp_path: Path) -> None:
+def test_a_record_takes_the_place_of_that_of_the_same_setting(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     results.keep(path, "step", record(2, ours=[1.0], gloo=[3.0]), record(4, ours=[1.0], gloo=[2.0]))
     results.keep(path, "step", record(2, ours=[7.0], gloo=[9.0]))
     assert [(each.setting["ranks"], each.measure("a step").samples["ours"]) for each in results.load(path).records] == [
-        (4, [1.0]),
         (2, [7.0]),
+        (4, [1.0]),
     ]
 
 
