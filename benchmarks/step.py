@@ -19,8 +19,10 @@ processes. A sample is the median of a turn's steps, on the slowest rank; those 
 of any rank.
 
 With `--device cuda` parameters and gradients are on GPUs, one for each rank, and DistributedDataParallel has NCCL. The
-ranks of fusion_rt combine gradients by NCCL first, unless `FUSION_NODE_REDUCTION` says otherwise. A step has ended when
-the GPU has done all that was queued. What are copies into the arena otherwise is there what queueing copies takes.
+ranks of fusion_rt combine gradients by NCCL first, unless `FUSION_NODE_REDUCTION` says otherwise. Where there are more
+ranks than GPUs, as on a machine with one, they share these. NCCL does not take such ranks: DistributedDataParallel has
+gloo then, and the daemon combines. A step has ended when the GPU has done all that was queued. What are copies into the
+arena otherwise is there what queueing copies takes.
 
 *CPU* is the CPU time of all workers and daemons in a step. *GB reduced* are the gradients of all ranks together; *GB
 sent* is the number of bytes on the links of all hosts, all headers included. *Python in a worker* is the time
@@ -136,7 +138,7 @@ class Turns:
 
 
 def worker(steps: int, rounds: int, names: list[str], on: str) -> None:
-    """Measures on each rank, on the CPU or on a GPU of its own (`on`); rank 0 prints the result."""
+    """Measures on each rank, on the CPU or on a GPU (`on`); rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
@@ -144,11 +146,13 @@ def worker(steps: int, rounds: int, names: list[str], on: str) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    device, idle = torch.device(on), lambda: None
+    device, idle, backend = torch.device(on), lambda: None, "gloo"
     if on == "cuda":
-        device, idle = torch.device(on, hvd.local_rank()), torch.cuda.synchronize
+        there = torch.cuda.device_count()
+        device, idle = torch.device(on, hvd.local_rank() % there), torch.cuda.synchronize
         torch.cuda.set_device(device)
-    launch.process_group(hvd, "gloo" if on == "cpu" else "cpu:gloo,cuda:nccl")
+        backend = "gloo" if hvd.local_size() > there else "cpu:gloo,cuda:nccl"
+    launch.process_group(hvd, backend)
     turns = Turns(steps, idle)
     horovod: Any = peers.horovod() if HOROVOD in names else None
     runs: dict[str, Callable[[], float]] = {}
@@ -251,9 +255,9 @@ def measures(found: dict[str, dict[str, list[float]]], gradients: int, ranks: in
     return made
 
 
-def measure(hosts: int, rate: str, ranks: int, turns: list[str], gpu: str = "") -> Record:
+def measure(hosts: int, rate: str, ranks: int, turns: list[str], gpu: str = "", gpus: int = 0) -> Record:
     """Runs the workers: on this host if `hosts` is 1, else `ranks` of them on netlab hosts with links of this rate; on
-    GPUs if `gpu` names them."""
+    so many GPUs if `gpu` names them."""
     here, date = results.begin()
     command = ["-m", "benchmarks.step", "--worker", *turns]
     setting: Setting = {"hosts": hosts, "ranks": ranks}
@@ -261,6 +265,8 @@ def measure(hosts: int, rate: str, ranks: int, turns: list[str], gpu: str = "") 
     if gpu:
         variables = {"FUSION_NODE_REDUCTION": os.environ.get("FUSION_NODE_REDUCTION", "auto")}
         setting |= {"device": gpu, "node_reduction": variables["FUSION_NODE_REDUCTION"]}
+        if ranks > gpus:
+            setting["shared_gpus"] = gpus
     if hosts > 1:
         setting["rate"] = rate or "unshaped"
         told = launch.on_hosts(hosts, rate or None, command, per_host=ranks // hosts)
@@ -275,7 +281,10 @@ def title(record: Record) -> str:
     """Describes a setting in words."""
     setting, about = record.setting, record.details
     where = "one host" if setting["hosts"] == 1 else f"{setting['hosts']} hosts, {setting['rate']}"
-    where += f", a rank for each {setting['device']}" if "device" in setting else ""
+    if "shared_gpus" in setting:
+        where += f", which share {setting['shared_gpus']} {setting['device']}, with DDP on gloo"
+    elif "device" in setting:
+        where += f", a rank for each {setting['device']}"
     model = f"{about['parameters'] / 1e6:.1f} M parameters in {about['tensors']} tensors"
     return f"{model}, {setting['ranks']} ranks on {where}"
 
@@ -294,8 +303,9 @@ def show(record: Record) -> None:
     about, ranks = record.details, int(record.setting["ranks"])
     table = Table(["what", "how much"], title="fusion_rt, each step")
     table.add("buckets", str(about["buckets"]))
-    on_a_host = ranks // int(record.setting["hosts"])
-    table.add("messages per bucket and rank", f"{about['messages'] / (about['buckets'] * on_a_host):.3f}")
+    if about["buckets"]:  # a single rank has none
+        on_a_host = ranks // int(record.setting["hosts"])
+        table.add("messages per bucket and rank", f"{about['messages'] / (about['buckets'] * on_a_host):.3f}")
     for each in record.measures:
         if each.name not in (STEP, CPU):
             table.add(each.name, told(each))
@@ -313,7 +323,7 @@ def told(measure: Measure) -> str:
 def main() -> None:
     """Runs what the command line asks for."""
     parser = shared.parser(NAME, __doc__)
-    parser.add_argument("--ranks", type=int, help="in all (2 on one host, else one on each)")
+    parser.add_argument("--ranks", type=int, help="in all (2 on one host, or as many as it has GPUs, else one on each)")
     parser.add_argument("--steps", type=int, default=10, help="steps in a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each runtime (%(default)s)")
     parser.add_argument("--runtimes", default=";".join(RUNTIMES), help="of %(default)s; the first is always there")
@@ -330,11 +340,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="of results, which are added to it")
     shared.add_worker(parser)
     arguments = parser.parse_args()
-    ranks, gpu = arguments.ranks or (2 if arguments.hosts == 1 else arguments.hosts), ""
+    ranks, gpu, there = arguments.ranks or (2 if arguments.hosts == 1 else arguments.hosts), "", 0
     if arguments.device == "cuda" and not arguments.worker:
         if arguments.overlap or arguments.hosts > 1:
             parser.error("--device cuda measures on this host, and without --overlap")
-        ranks, gpu = gpus(parser, arguments.ranks)
+        gpu, there = gpus()
+        ranks = arguments.ranks or max(2, there)
     turns = ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds), "--device", arguments.device]
     if arguments.overlap:
         _overlap(arguments, ranks, turns)
@@ -346,29 +357,19 @@ def main() -> None:
         return
     if gpu:
         names = [name for name in names if name != HOROVOD]  # which is given gloo here
-    record = measure(arguments.hosts, arguments.rate, ranks, [*turns, "--runtimes", ";".join(names)], gpu)
+    record = measure(arguments.hosts, arguments.rate, ranks, [*turns, "--runtimes", ";".join(names)], gpu, there)
     if arguments.out:
         results.keep(arguments.out, NAME, record)
     show(record)
 
 
-def gpus(parser: argparse.ArgumentParser, ranks: int | None) -> tuple[int, str]:
-    """Returns how many ranks there are, a GPU for each, and the GPUs' name.
-
-    Args:
-        ranks: as many as are wanted; None: one for each GPU.
-
-    Raises:
-        SystemExit: there is no GPU, or there are not as many.
-    """
+def gpus() -> tuple[str, int]:
+    """Returns the name of this machine's GPUs, and how many there are. Raises `SystemExit` where there are none."""
     import torch
 
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU on this machine, so nothing was measured.")
-    there = torch.cuda.device_count()
-    if ranks is not None and ranks > there:
-        parser.error(f"--device cuda needs a GPU for each rank: torch finds {there}, and --ranks is {ranks}")
-    return ranks or there, torch.cuda.get_device_name()
+    return torch.cuda.get_device_name(), torch.cuda.device_count()
 
 
 def _overlap(arguments: argparse.Namespace, ranks: int, turns: list[str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fusion_rt.client.channel import Channel
 from fusion_rt.dist.reducer_waits import ReducerWaits
 from fusion_rt.dist.submission import Submission
+from fusion_rt.torch.core.device import as_here
 
 _MOST_KEPT = 64  # works that have ended: as many as scripts start between a forward pass and its backward pass
 
@@ -105,12 +106,13 @@ class Completer:
 
     def _start(self) -> None:
         """Starts a thread; to be called with the lock held."""
-        thread = threading.Thread(target=self._serve, name="fusion-futures", daemon=True)
+        thread = threading.Thread(target=self._serve, args=(as_here(),), name="fusion-futures", daemon=True)
         self._threads.add(thread)
         self._free += 1
         thread.start()
 
-    def _serve(self) -> None:
+    def _serve(self, begin: Callable[[], None]) -> None:
+        begin()
         while True:
             self.channel.read_until(self)
             with self._changed:

@@ -241,7 +241,7 @@ class Lane:
     def __init__(self, within: Any, local: int, between: JoinedGroup, size: int) -> None:
         self._within, self._local, self._between, self._size = within, local, between, size
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._thread = ThreadPoolExecutor(1, "fusion-inner")
+        self._thread = ThreadPoolExecutor(1, "fusion-inner", device.as_here())
 
     def start(self, tensor: torch.Tensor, op: wire.Op, seconds: float) -> LanePart:
         """Starts to replace a tensor by the combination of all members', as they are when the current streams have come

@@ -8,11 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks import step
 from benchmarks.common.peers import DDP
+from benchmarks.common.results import Record
 from benchmarks.common.stopwatch import Clock
 from benchmarks.step import shapes
+
+ABOUT = {"tensors": 3, "parameters": 100, "buckets": 2, "messages": 4.0}
 
 
 @pytest.fixture
@@ -41,7 +45,6 @@ def test_without_a_gpu_it_says_so_in_a_sentence(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--ranks", "3"], "needs a GPU for each rank: torch finds 2, and --ranks is 3"),
         (["--hosts", "2"], "--device cuda measures on this host, and without --overlap"),
         (["--overlap"], "--device cuda measures on this host, and without --overlap"),
     ],
@@ -56,14 +59,18 @@ def test_what_cannot_be_measured_on_gpus_is_refused(
     assert not asked
 
 
-def test_gpus_are_measured_beside_ddp_on_nccl_with_a_rank_for_each(
+def test_gpus_are_measured_with_a_rank_for_each_and_at_least_two(
     monkeypatch: pytest.MonkeyPatch, asked: list[Any]
 ) -> None:
     run(monkeypatch, "--device", "cuda", "--runtimes", "fusion_rt;DDP;Horovod", gpus=8)
     run(monkeypatch, "--device", "cuda", "--ranks", "2", gpus=8)
+    run(monkeypatch, "--device", "cuda", gpus=1)
     run(monkeypatch)
-    (hosts, _, ranks, turns, gpu), (_, _, fewer, _, _), (_, _, usual, on_cpu, nothing) = asked
-    assert (hosts, ranks, gpu, fewer, usual, nothing) == (1, 8, "H200", 2, 2, "")
+    assert [(ranks, gpu, there) for _, _, ranks, _, gpu, there in asked] == [
+        (8, "H200", 8), (2, "H200", 8), (2, "H200", 1), (2, "", 0)
+    ]  # fmt: skip
+    (hosts, _, _, turns, _, _), *_, (_, _, _, on_cpu, _, _) = asked
+    assert hosts == 1
     assert turns[turns.index("--device") + 1] == "cuda"
     assert turns[turns.index("--runtimes") + 1] == "fusion_rt;DDP"
     assert on_cpu[on_cpu.index("--device") + 1] == "cpu"
@@ -81,11 +88,14 @@ def test_ranks_combine_gradients_by_nccl_unless_the_script_says_otherwise(monkey
     for wanted in ("auto", "daemon"):
         if wanted == "daemon":
             monkeypatch.setenv("FUSION_NODE_REDUCTION", wanted)
-        record = step.measure(1, "", 2, [], "H200")
+        record = step.measure(1, "", 2, [], "H200", 2)
         assert record.setting == {"hosts": 1, "ranks": 2, "device": "H200", "node_reduction": wanted}
         assert given.pop() == {"FUSION_NODE_REDUCTION": wanted}
     step.measure(1, "", 2, [])
     assert given == [{}], "on the CPU all is as it was"
+    shared = step.measure(1, "", 2, [], "H200", 1)
+    assert shared.setting["shared_gpus"] == 1
+    assert "2 ranks on one host, which share 1 H200, with DDP on gloo" in step.title(replace(shared, details=ABOUT))
 
 
 def test_the_models_parameters_and_gradients_are_on_the_device() -> None:
@@ -151,6 +161,13 @@ def test_the_daemons_cpu_is_told_by_bytes() -> None:
     assert made[step.SENT].samples == {step.OURS: [1e8, 1e8], DDP: [2e8, 2e8]}
     assert made[step.SENT].portable
     assert (made[step.STEP].peer, made[step.PER_SENT].peer) == (DDP, "")
+
+
+def test_a_single_rank_has_no_buckets(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on a machine with one GPU ended in a division by their number."""
+    measures = step.measures(found(1), 100_000_000, ranks=1, hosts=1)
+    step.show(Record({"hosts": 1, "ranks": 1}, measures, details={**ABOUT, "buckets": 0}))
+    assert "messages per bucket" not in capsys.readouterr().out
 
 
 def test_one_host_sends_nothing() -> None:

@@ -35,7 +35,10 @@ from typing import Any
 import psutil
 import torch
 
-from tests.gpu.cases import CASES, ROOT
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.kernels import coding, cpu, ordinary, selection
+from tests.gpu import ranks
+from tests.gpu.cases import CASES, DTYPE_NAMES, ROOT
 
 NO_GPU = 3
 _ANSWER = "tests.gpu:"
@@ -54,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.one:
         faulthandler.dump_traceback_later(0.9 * CASES[options.one].seconds)  # where it hangs, before it is ended
+        ranks.heed_warnings()
         print(_ANSWER + json.dumps(CASES[options.one].run(options.device)), flush=True)
         return 0
     names = options.cases.split(",")
@@ -70,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = [name for name in names if CASES[name].anywhere]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes
+    prepare()
     results: dict[str, dict[str, Any]] = {}
     writing = threading.Lock()
 
@@ -90,6 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = [name for name, result in results.items() if not result["passed"]]
     print(f"{len(results) - len(failed)} of {len(results)} passed; {options.out}")
     return 1 if failed else 0
+
+
+def prepare() -> None:
+    """Compiles the kernels of daemons. On a machine that has none yet, those of all cases would do that at once."""
+    exact, *halves = (DTYPES[name] for name in DTYPE_NAMES)
+    conversions = [pair for half in halves for pair in ((half, exact), (exact, half))]
+    cpu.prepare([exact, *halves], conversions, [*selection.ROUTINES, *coding.ROUTINES, *ordinary.ROUTINES])
 
 
 def run(name: str, device: str, left: float = float("inf")) -> dict[str, Any]:

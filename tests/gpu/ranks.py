@@ -24,8 +24,14 @@ from fusion_rt.torch.node import groups
 Array = npt.NDArray[Any]
 
 
+def heed_warnings() -> None:
+    """Turns the warning of a selection that CUDA makes no graph of, which is only slower, into an error."""
+    warnings.filterwarnings("error", ".*launched kernel by kernel")
+
+
 def place(device: str) -> torch.device:
     """Returns this rank's device; ranks of a host take its GPUs in turns."""
+    heed_warnings()
     if device == "cpu":
         return torch.device("cpu")
     where = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
@@ -147,15 +153,20 @@ def distributed(device: str, store: str) -> Array:
         dist.destroy_process_group()
 
 
-def train(device: str, compression: str, steps: int, dtype: str = "float32") -> Array:
-    """Trains on all ranks; returns the parameters."""
+def train(device: str, compression: str, steps: int, dtype: str = "float32", where: str = "off") -> tuple[Array, bool]:
+    """Trains on all ranks; returns the parameters, and whether this rank has selected from its gradients itself.
+
+    Args:
+        where: FUSION_GPU_SELECTION; optimizers of one job may have different ones.
+    """
+    os.environ["FUSION_GPU_SELECTION"] = where
     model = make(place(device), dtype)
     optimizer = optimizer_of(model, compression)
     for step in range(steps):
         optimizer.zero_grad()
         step_of(model, [hvd.rank()], step)
         optimizer.step()
-    return parameters(model)
+    return parameters(model), any(bucket.selection is not None for bucket in optimizer._sync.plan.buckets)
 
 
 def train_alone(device: str, steps: int) -> Array:
@@ -169,16 +180,17 @@ def train_alone(device: str, steps: int) -> Array:
     return parameters(model)
 
 
-def step_time(device: str, compression: str, steps: int) -> float:
-    """Returns the median of a step's time (ms) with 12.6 million parameters."""
-    where, took = place(device), []
+def step_time(device: str, compression: str, steps: int, where: str) -> float:
+    """Returns the median of a step's time (ms) with 12.6 million parameters. `where`: as of `train`."""
+    os.environ["FUSION_GPU_SELECTION"] = where
+    here, took = place(device), []
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))).to(where)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))).to(here)
     optimizer = optimizer_of(model, compression)
     for _ in range(steps):
         began = time.perf_counter()
         optimizer.zero_grad()
-        model(torch.randn(64, 1024, device=where)).square().mean().backward()
+        model(torch.randn(64, 1024, device=here)).square().mean().backward()
         optimizer.step()
         if device == "cuda":
             torch.cuda.synchronize()

@@ -22,9 +22,10 @@ would have to work on torch's memory, and return what torch counts as lent, with
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -132,7 +133,7 @@ class TorchLayer:
             finally:
                 change(before)
 
-        with self.beside():
+        with self.beside(), _without_garbage_collection():
             graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with what no capture allows
             try:
                 work()
@@ -153,6 +154,18 @@ class TorchLayer:
     def _check(self, code: Any, what: str) -> None:
         if int(code) != 0:
             raise RuntimeError(f"CUDA could not {what} memory of the host (error {int(code)}); see `ulimit -l`")
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A context for a capture, which would fail if memory of the device were freed in it: of an earlier plan, say."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class SideSelector:

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -241,6 +241,18 @@ def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def as_here() -> Callable[[], None]:
+    """Returns what gives another thread the current device of this one. Threads begin with the first device, and when a
+    thread goes back to that from the stream of another one, CUDA makes a context on it, of some hundred MiB."""
+    where = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def set_it() -> None:
+        if where is not None:
+            torch.cuda.set_device(where)
+
+    return set_it
 
 
 layer = Layer()

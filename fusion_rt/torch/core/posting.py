@@ -12,10 +12,12 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from fusion_rt.core.errors import HorovodInternalError
-from fusion_rt.torch.core.device import Copying
+from fusion_rt.torch.core.device import Copying, as_here
 
 _IDLE = 1.0  # seconds after which a thread without work ends
 _SHORT, _LONG = 5e-5, 1e-3  # seconds between two looks at what nobody is woken up by
@@ -65,7 +67,8 @@ class Poster:
             self.used = True
             self._queue.append(copied)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="fusion_rt-poster", daemon=True)
+                run = partial(self._run, as_here())
+                self._thread = threading.Thread(target=run, name="fusion_rt-poster", daemon=True)
                 self._thread.start()
             else:
                 self._changed.notify()
@@ -88,9 +91,10 @@ class Poster:
             self._queue.clear()
             self.used, self.failure = False, None
 
-    def _run(self) -> None:
+    def _run(self, begin: Callable[[], None]) -> None:
         pause = _SHORT
         try:
+            begin()
             while self._has_more():
                 pause = _SHORT if self._try(pause) else min(1.25 * pause, _LONG)
         except RuntimeError:  # the device has failed: whoever calls `finish` is told

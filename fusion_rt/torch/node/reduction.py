@@ -431,6 +431,9 @@ class Combining(Copying):
         """Tells whether it has ended, well or not."""
         if self.why:
             return True
+        if self._node._group is None:  # aborted because of another bucket: this ends, too, whatever it has done
+            self.why = self._node.watch()
+            return bool(self.why)
         try:
             if self.under_way.done():
                 return True

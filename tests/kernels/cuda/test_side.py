@@ -4,8 +4,10 @@ substitutes for what torch does on a GPU, which calls are made in which order.""
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -333,6 +335,33 @@ def test_what_is_queued_again_and_again_is_queued_by_one_call(recorder: Recorder
     captured = ["enter side", "capture thread_local", *launched, "captured", "leave side"]
     queued = steps_of(recorder, selector, [gradient] * 5 + [other])
     assert queued == [launched, launched, [*captured, *replayed], replayed, replayed, launched]
+
+
+def test_no_garbage_is_collected_in_the_midst_of_a_capture(recorder: Recorder) -> None:
+    """Numba frees arrays of the device that are garbage, and CUDA lets a capture fail in which memory is freed."""
+
+    class Array:
+        def __init__(self) -> None:
+            self.itself = self
+            weakref.finalize(self, recorder.log, "freed")
+
+    recorder.torch.cuda.CUDAGraph = lambda: SimpleNamespace(
+        capture_begin=lambda capture_error_mode: recorder.log("begun"), capture_end=lambda: recorder.log("captured")
+    )
+
+    def work() -> None:
+        Array()
+        kept.extend([] for _ in range(100))  # each of which would be a reason to collect
+
+    layer, before, kept = TorchLayer(recorder.torch, 0), gc.get_threshold(), list[Any]()
+    gc.set_threshold(1)
+    try:
+        layer.capture(work)
+        assert recorder.calls[:3] == ["enter side", "begun", "captured"]
+        work()
+        assert "freed" in recorder.calls
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_what_cannot_be_captured_is_launched_as_before_which_is_told_once(recorder: Recorder) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core import posting
 from fusion_rt.torch.core.device import Copying
 from fusion_rt.torch.core.posting import Poster
+from tests.torch.cuda_fake.tensors import fake_cuda
 
 
 class Late(Copying):
@@ -64,6 +66,26 @@ def test_a_thread_submits_in_order_what_has_been_copied() -> None:
     assert submitted == [first, second]
     poster.finish()
     assert not poster
+
+
+def test_the_thread_has_the_current_device_of_who_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or CUDA would make a context on the first device, when the thread comes back to it from another one's stream."""
+    found: list[int] = []
+
+    class Noted(Copied):
+        def post(self, wait: bool) -> bool:
+            found.append(torch.cuda.current_device())
+            return super().post(wait)
+
+    with fake_cuda(0, count=2) as gpus:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(gpus._now, "device", index))
+        poster, copied = Poster(), Noted([])
+        with torch.cuda.device(1):
+            poster.add(copied)
+        copied.late.ended.set()
+        assert copied.submitted.wait(60)
+    assert found == [1]
 
 
 def test_who_waits_submits_the_rest() -> None:

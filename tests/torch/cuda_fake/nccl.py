@@ -27,7 +27,8 @@ class FakeWork:
 
 
 class MadeUpNccl:
-    """Combines on a stream of its own, which waits for the current one, as NCCL does."""
+    """Combines on a stream of its own, which waits for the current one, as NCCL does. What is under way when it is
+    aborted ends, and leaves whatever there is."""
 
     class Options:
         _timeout: timedelta
@@ -38,22 +39,31 @@ class MadeUpNccl:
 
     def _queued(self, run: Callable[..., Any], *tensors: Any) -> FakeWork:
         gpus, inner = FakeStream.gpus, [tensor.inner for tensor in tensors]
+
+        def combine() -> None:
+            gloo = self._gloo
+            try:
+                if gloo is not None:
+                    run(gloo, *inner).wait()
+            except RuntimeError:
+                self._gloo = None  # another rank has ended it: NCCL would wait until this one does, too
+
         self._stream.wait_stream(gpus.current_stream())
         with gpus.stream(self._stream):
-            gpus.queue(lambda: run(*inner).wait())
+            gpus.queue(combine)
         return FakeWork(gpus, self._stream.mark())
 
     def allreduce(self, tensors: Any, options: Any) -> FakeWork:
-        return self._queued(lambda tensor: self._gloo.allreduce([tensor], options), *tensors)
+        return self._queued(lambda gloo, tensor: gloo.allreduce([tensor], options), *tensors)
 
     def reduce(self, tensors: Any, options: Any) -> FakeWork:
-        return self._queued(lambda tensor: self._gloo.reduce([tensor], options), *tensors)
+        return self._queued(lambda gloo, tensor: gloo.reduce([tensor], options), *tensors)
 
     def _reduce_scatter_base(self, output: Any, given: Any, options: Any) -> FakeWork:
-        return self._queued(lambda to, source: self._gloo._reduce_scatter_base(to, source, options), output, given)
+        return self._queued(lambda gloo, to, source: gloo._reduce_scatter_base(to, source, options), output, given)
 
     def _allgather_base(self, output: Any, given: Any, options: Any) -> FakeWork:
-        return self._queued(lambda to, source: self._gloo._allgather_base(to, source, options), output, given)
+        return self._queued(lambda gloo, to, source: gloo._allgather_base(to, source, options), output, given)
 
     def shutdown(self) -> None:
         self._gloo = None
