@@ -25,7 +25,14 @@ from fusion_rt.torch.elastic.donors import Donors, pass_on
 from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
-from fusion_rt.torch.sync.broadcasting import Item, OptimizerState, Tensors, broadcast_items, named_tensors
+from fusion_rt.torch.sync.broadcasting import (
+    Item,
+    OptimizerState,
+    Tensors,
+    broadcast_items,
+    load_exactly,
+    named_tensors,
+)
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import shard_of
 from fusion_rt.torch.sync.wrapped import Wrapped
@@ -362,7 +369,10 @@ class TorchState(ObjectState):
         self.save()
 
     def _is_alike(self) -> bool:
-        return all(distributed.is_alike for distributed in self._distributed())
+        kinds = (DistributedHandler, _OptimizerHandler)
+        optimizers = [handler for handler in self._handlers.values() if isinstance(handler, kinds)]
+        # Nobody knows what a script's own way of training gives each rank.
+        return bool(optimizers) and all(isinstance(one, DistributedHandler) and one.is_alike for one in optimizers)
 
     def _why_unfit(self) -> str:
         return next(filter(None, (distributed.why_unfit() for distributed in self._distributed())), "")
@@ -430,6 +440,9 @@ class _ModelHandler(_Handler):
 
 
 class _OptimizerHandler(_Handler):
+    def restore(self) -> None:
+        load_exactly(self.value, copy.deepcopy(self._saved))
+
     def items(self, name: str) -> list[Item]:
         return [OptimizerState(self.value, name)]
 
