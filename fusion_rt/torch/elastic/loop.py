@@ -15,6 +15,7 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.donors import Donors
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.elastic.survival import Survival, move
+from fusion_rt.torch.sync.synchroniser import everyone
 
 _log = logging.getLogger("fusion_rt.elastic")
 _CARRIED = re.compile(r"\b(?:CollectiveError|HorovodInternalError): (.*)", re.DOTALL)
@@ -109,9 +110,14 @@ def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection
     """
     passage = Passage(agent, state)
     while True:
+        known = everyone()
         try:
             passage.enter()
             with passage.survival:
                 return func(state, *args, **kwargs)
         except RuntimeError as error:
-            passage.leave(interruption_of(error))
+            interruption = interruption_of(error)
+            for sync in everyone():
+                if sync not in known:  # the next call makes its own, as the first one of a newcomer does
+                    sync.plan.unname()
+            passage.leave(interruption)

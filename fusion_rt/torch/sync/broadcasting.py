@@ -95,10 +95,15 @@ def broadcast_optimizer_state(
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads the state of the same optimizer on any rank, bit by bit. In `load_state_dict`, torch gives each tensor the
-    dtype of its parameter, which rounds or widens some: NAdam multiplies in float32 whatever its parameters are."""
+    """Loads the state of the same optimizer on any rank, bit by bit, and in place.
+
+    In `load_state_dict` torch gives each tensor the dtype of its parameter, which rounds or widens some: NAdam
+    multiplies in float32 whatever its parameters are. And torch makes new dicts, but schedulers hold the groups, and a
+    distributed optimizer that was made from this one has the same groups and state.
+    """
+    groups, shared = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(dict(state))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
         loaded = optimizer.state.get(parameter, {})
@@ -106,6 +111,14 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
             before = loaded.get(key)
             if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and before.dtype != value.dtype:
                 loaded[key] = value
+    for group, taken in zip(groups, optimizer.param_groups, strict=True):
+        group.update(taken)
+    optimizer.param_groups = groups
+    if not isinstance(optimizer, Wrapped):  # which sees to it itself
+        values = dict(optimizer.state)
+        shared.clear()
+        shared.update(values)
+        optimizer.state = shared
 
 
 def broadcast_step(optimizer: Wrapped, root_rank: int) -> None:
@@ -244,13 +257,7 @@ class OptimizerState(Nested):
     def _load(self, both: Any) -> None:
         optimizer, (state, codec) = self._optimizer, both
         if not self._is_root:
-            # load_state_dict makes new dicts of the groups; schedulers made for the original optimizer hold the old
-            # ones.
-            groups = optimizer.param_groups
             load_exactly(optimizer, state)
-            for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-                group.update(loaded)
-            optimizer.param_groups = groups
         if self._checkpoint is not None:
             self._checkpoint.load_common_codec_state(codec)
         self.is_empty = not state["state"]

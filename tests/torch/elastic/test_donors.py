@@ -89,6 +89,36 @@ def train(
     return {"sizes": sizes, "contents": contents(state)}
 
 
+def train_by_parts_made_anew(worker: Worker) -> Any:
+    """Steps of a distributed optimizer that each call of the function makes; the state has the script's own."""
+    hvd.init()
+    torch.manual_seed(os.getpid())
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    state: Any = hvd.elastic.TorchState(model, plain, step=0, note="")
+    sizes: list[int] = []
+
+    @hvd.elastic.run
+    def run(state: Any) -> None:
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+        if not sizes:
+            worker.say(contents(state))
+        while state.step < STEPS:
+            optimizer.zero_grad()
+            loss_of(model, state.step, hvd.rank()).backward()
+            optimizer.step()
+            state.step += 1
+            state.note = f"by {hvd.size()}"
+            sizes.append(hvd.size())
+            state.commit()
+            if state.step == PAUSE:
+                worker.say("paused")
+                worker.listen()
+
+    run(state)
+    return {"sizes": sizes, "contents": contents(state)}
+
+
 def begin(job: ElasticJob) -> list[Any]:
     """Lets ranks train until they let newcomers in; returns what they had in the beginning."""
     start: list[Any] = same(job.reports())
@@ -139,6 +169,15 @@ def test_the_others_go_on_while_newcomers_get_the_state() -> None:
             hand.tell("go on")
         assert [job.report(hand) for hand in job.hands[2:]] == [same(reports[:2])] * 2
         check(job.finish(), start, [2, 2, 2, 2, 4, 4, 4])
+
+
+@pytest.mark.multiprocess
+def test_a_newcomer_trains_with_optimizers_that_each_call_of_the_function_makes_anew() -> None:
+    with ElasticJob(train_by_parts_made_anew, hosts={"a": 1, "b": 1}) as job:
+        start = begin(job)
+        job.change({"a": 1, "b": 1, "c": 1})
+        job.report(job.hands[2])
+        check(job.finish(), start, [2, 2, 2, 2, 3, 3, 3])
 
 
 @pytest.mark.multiprocess

@@ -128,6 +128,18 @@ def test_what_an_optimizer_has_in_another_dtype_than_its_parameters_goes_back_bi
     assert_same(contents(optimizer), committed)
 
 
+@on_ranks
+def test_an_optimizer_goes_back_together_with_the_distributed_one_that_was_made_from_it() -> None:
+    model = torch.nn.Linear(2, 3)
+    plain = torch.optim.Adam(model.parameters())
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    state: Any = hvd.elastic.TorchState(model, plain)
+    for load in (state.sync, state.restore):
+        load()
+        train(model, optimizer)
+        assert_same(contents(plain), contents(optimizer))
+
+
 def wrapped(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     return hvd.DistributedOptimizer(optimizer, **options)
 
