@@ -36,7 +36,7 @@ class Passage:
         self._agent, self._state = agent, state
         # Why this worker has left an epoch; empty if only hosts have changed, or it is new and the others are in one.
         self._why: str | None = None if agent.expected is None else ""
-        self._skip_sync = self._has_values = self._is_level = False
+        self._skip_sync = self._has_values = self._is_orderly = False
         self.survival = Survival(agent, state)
 
     def enter(self) -> None:
@@ -59,7 +59,8 @@ class Passage:
                 self.survival.agreed = None
                 move(self._agent, unfit, is_unfit=True)
                 state.on_reset()
-        state._donors = self.survival.join(self._skip_sync, self._has_values, self._is_level)
+        level = state._level() if self._is_orderly else ""
+        state._donors = self.survival.join(self._skip_sync, self._has_values, level)
         if state._donors.is_needed:
             state.sync()
         else:
@@ -73,11 +74,11 @@ class Passage:
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
         """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""
-        self._why, self._skip_sync, self._is_level = str(interruption), False, False
+        self._why, self._skip_sync, self._is_orderly = str(interruption), False, False
         if isinstance(interruption, HostsUpdatedInterrupt):
             try:
                 self._state._hand_over()
-                self._why, self._skip_sync, self._is_level = "", interruption.skip_sync, self._state._is_alike()
+                self._why, self._skip_sync, self._is_orderly = "", interruption.skip_sync, True
                 return
             except HorovodInternalError as error:  # somebody was not so orderly
                 self._why = str(error)

@@ -16,12 +16,13 @@ STEPS, PAUSE = 7, 3
 
 
 def test_newcomers_get_the_state_from_different_ranks_that_have_it() -> None:
-    assert donors.by_taker([True, False, True, False, False]) == {1: 0, 3: 2, 4: 0}
-    assert donors.by_taker([True, True]) == {}
+    assert donors.by_taker(["x", "", "x", "", ""]) == {1: 0, 3: 2, 4: 0}
+    assert donors.by_taker(["x", "x"]) == {}
 
 
 def test_where_no_rank_is_known_to_have_what_others_have_all_get_it_from_one() -> None:
-    assert donors.by_taker([False, False]) is None
+    assert donors.by_taker(["", ""]) is None
+    assert donors.by_taker(["x", "", "y"]) is None
 
 
 def make_model(width: int = 4) -> torch.nn.Module:
@@ -47,7 +48,12 @@ def contents(state: Any) -> list[Any]:
 
 
 def train(
-    worker: Worker, algorithm: str = "allreduce", compression: str = "", wide: bool = False, pause: int = PAUSE
+    worker: Worker,
+    algorithm: str = "allreduce",
+    compression: str = "",
+    wide: bool = False,
+    pause: int = PAUSE,
+    writer: int | None = None,
 ) -> Any:
     """Steps, before which each rank says what it has. A newcomer says who gives it the state, and waits for a word."""
     hvd.init()
@@ -75,7 +81,8 @@ def train(
             loss_of(model, state.step, hvd.rank()).backward()
             optimizer.step()
             state.step += 1
-            state.note = f"by {hvd.size()}"
+            if writer in (None, hvd.rank()):
+                state.note = f"by {hvd.size()}"
             sizes.append(hvd.size())
             state.commit()
             if state.step == pause:
@@ -252,6 +259,16 @@ def test_what_nodes_have_not_sent_is_dealt_when_newcomers_have_the_state() -> No
         job.hands[2].tell("go on")
         same(job.reports())
         same([result["contents"] for result in job.finish()])
+
+
+@pytest.mark.multiprocess
+def test_where_one_rank_has_set_a_value_all_get_it() -> None:
+    with ElasticJob(train, "allreduce", "", False, PAUSE, 0, hosts={"a": 1, "b": 1}) as job:
+        begin(job)
+        job.change({"a": 1, "b": 1, "c": 1})
+        _, _, step, note = same(job.reports())
+        assert (step, note) == (PAUSE + 1, "by 2")
+        job.finish()
 
 
 @pytest.mark.multiprocess

@@ -148,7 +148,7 @@ def wrapped(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
 def test_ranks_are_known_to_have_the_same_where_each_step_all_reduces_the_gradients_of_all() -> None:
     def is_alike(*optimizers: Any) -> bool:
         values = {f"optimizer{index}": optimizer for index, optimizer in enumerate(optimizers)}
-        return hvd.elastic.TorchState(torch.nn.Linear(2, 2), **values)._is_alike()
+        return hvd.elastic.TorchState(torch.nn.Linear(2, 2), **values)._level() != ""
 
     def plain() -> torch.optim.Optimizer:
         return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
@@ -161,6 +161,32 @@ def test_ranks_are_known_to_have_the_same_where_each_step_all_reduces_the_gradie
     assert not is_alike(wrapped(plain()), plain()), "who knows what the script does with a plain one"
     assert not is_alike()
     hvd.remove_process_set(some)
+
+
+@on_ranks
+def test_values_that_only_some_ranks_have_set_are_noticed() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = wrapped(torch.optim.Adam(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    sampler = hvd.elastic.ElasticSampler(range(8))
+    state: Any = hvd.elastic.TorchState(
+        model, optimizer, scheduler=scheduler, sampler=sampler, best=0.0, mean=torch.zeros(3), names={"a": [1, None]}
+    )
+    state.sync()
+    assert len(set(hvd.allgather_object(state._level()))) == 1
+    for change in (
+        lambda: setattr(state, "best", 0.5),
+        lambda: state.mean.add_(1),
+        scheduler.step,
+        lambda: sampler.record_batch(0, 1),
+    ):
+        if hvd.rank() == 0:
+            change()
+        assert len(set(hvd.allgather_object(state._level()))) == 2
+        state.sync()
+        assert len(set(hvd.allgather_object(state._level()))) == 1
+    state.best = (step for step in ())  # which cannot be pickled
+    assert state._level() == ""
 
 
 @pytest.mark.usefixtures("alone")
