@@ -65,8 +65,10 @@ def digest(values: Any) -> str:
     """Returns the digest of what has to be the same on ranks with the same state; empty if it cannot be told. Ranks may
     have other digests of equal values, for example of sets of texts, which are in another order on each."""
     pickled = io.BytesIO()
+    pickler = _Comparing(pickled, pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True  # else it tells which equal objects are one, which those that were received are not
     try:
-        _Comparing(pickled, pickle.HIGHEST_PROTOCOL).dump(values)
+        pickler.dump(values)
     except Exception:  # a script's own objects raise whatever they like
         return ""
     return hashlib.blake2b(pickled.getbuffer(), digest_size=16).hexdigest()

@@ -170,7 +170,7 @@ def test_values_that_only_some_ranks_have_set_are_noticed() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     sampler = hvd.elastic.ElasticSampler(range(8))
     state: Any = hvd.elastic.TorchState(
-        model, optimizer, scheduler=scheduler, sampler=sampler, best=0.0, mean=torch.zeros(3), names={"a": [1, None]}
+        model, optimizer, scheduler=scheduler, sampler=sampler, best=0.0, mean=torch.zeros(3), epoch=["epoch", "best"]
     )
     state.sync()
     assert len(set(hvd.allgather_object(state._level()))) == 1
