@@ -10,12 +10,12 @@ have set one on a single rank: ranks compare digests of these, and if they diffe
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,14 +64,14 @@ def open_group(here: Runtime) -> None:
 def digest(values: Any) -> str:
     """Returns the digest of what has to be the same on ranks with the same state; empty if it cannot be told. Ranks may
     have other digests of equal values, for example of sets of texts, which are in another order on each."""
-    pickled = io.BytesIO()
-    pickler = _Comparing(pickled, pickle.HIGHEST_PROTOCOL)
+    found = hashlib.blake2b(digest_size=16)
+    pickler = _Comparing(SimpleNamespace(write=found.update), pickle.HIGHEST_PROTOCOL)
     pickler.fast = True  # else it tells which equal objects are one, which those that were received are not
     try:
         pickler.dump(values)
     except Exception:  # a script's own objects raise whatever they like
         return ""
-    return hashlib.blake2b(pickled.getbuffer(), digest_size=16).hexdigest()
+    return found.hexdigest()
 
 
 class _Comparing(_Pickler):  # type: ignore[misc]
@@ -114,9 +114,12 @@ def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> list[Operation]
     here = runtime()
     if here.rank in donors:
         _take(here, items, donors[here.rank])
-    elif takers := [taker for taker, donor in donors.items() if donor == here.rank]:
-        return _give(here, items, takers)
-    return []
+        return []
+    takers = [taker for taker, donor in donors.items() if donor == here.rank]
+    given = _give(here, items, takers) if takers else []
+    for item in items:
+        item.keep()
+    return given
 
 
 def await_given(given: Sequence[Operation]) -> None:

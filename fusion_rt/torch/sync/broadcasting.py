@@ -187,6 +187,11 @@ class Item:
         """Takes what has come."""
         self._put(self._told)
 
+    def keep(self) -> None:
+        """Takes what this rank has itself, where others take the same: an object may have to deal something anew, among
+        other ranks than those for which it did so last."""
+        self._put(self._give())
+
 
 class Tensors(Item):
     """Tensors that all ranks have, and whose values are replaced. `pairs`: with their names."""
@@ -197,6 +202,9 @@ class Tensors(Item):
 
     def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
         return self._pairs
+
+    def keep(self) -> None:
+        pass
 
 
 class Nested(Item):
@@ -230,6 +238,9 @@ class Nested(Item):
 
     def take(self) -> None:
         self._put(_with_tensors(self._told, self._tensors))
+
+    def keep(self) -> None:
+        pass
 
 
 class OptimizerState(Nested):

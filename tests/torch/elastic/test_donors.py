@@ -47,6 +47,18 @@ def contents(state: Any) -> list[Any]:
     return [[p.tolist() for p in parameters], [each.tolist() for each in given], state.step, state.note]
 
 
+class Dealer:
+    """An object of a script's own that deals something to the ranks that there are when its state is loaded."""
+
+    ranks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ranks = hvd.size()
+
+
 def train(
     worker: Worker,
     algorithm: str = "allreduce",
@@ -62,7 +74,8 @@ def train(
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     coded = hvd.Compression.topk(0.25) if compression else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=coded, algorithm=algorithm)
-    state: Any = hvd.elastic.TorchState(model, optimizer, step=0, note="")
+    dealer = Dealer()
+    state: Any = hvd.elastic.TorchState(model, optimizer, dealer=dealer, step=0, note="")
     sizes: list[int] = []
     take = donors._take
 
@@ -93,7 +106,7 @@ def train(
         run(state)
     except ValueError as error:
         return str(error)
-    return {"sizes": sizes, "contents": contents(state)}
+    return {"sizes": sizes, "contents": contents(state), "dealt to": dealer.ranks}
 
 
 def train_by_parts_made_anew(worker: Worker) -> Any:
@@ -175,7 +188,9 @@ def test_the_others_go_on_while_newcomers_get_the_state() -> None:
         for hand in job.hands[2:]:
             hand.tell("go on")
         assert [job.report(hand) for hand in job.hands[2:]] == [same(reports[:2])] * 2
-        check(job.finish(), start, [2, 2, 2, 2, 4, 4, 4])
+        results = job.finish()
+        check(results, start, [2, 2, 2, 2, 4, 4, 4])
+        assert [result["dealt to"] for result in results] == [4] * 4
 
 
 @pytest.mark.multiprocess
