@@ -31,9 +31,9 @@ from fusion_rt.torch.elastic import mirrors
 from fusion_rt.torch.elastic.commits import Saver
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce
-from fusion_rt.torch.ops.signatures import Sum
+from fusion_rt.torch.ops.signatures import Adasum, Sum
 from fusion_rt.torch.sync import carried
-from fusion_rt.torch.sync.broadcasting import Item, OptimizerState
+from fusion_rt.torch.sync.broadcasting import Item, OptimizerState, load_exactly
 from fusion_rt.torch.sync.carried import Arrays, Carried
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.wrapped import Wrapped
@@ -83,8 +83,11 @@ class DistributedHandler(Saver):
 
     @property
     def is_alike(self) -> bool:
-        """Tells whether all ranks have the same between two steps."""
-        return self.value._sync.options.algorithm.sums_gradients
+        """Tells whether all ranks have the same between two steps: they have all-reduced the gradients of each. With
+        `Adasum` each takes its own step first, and has momenta of its own."""
+        options = self.value._sync.options
+        is_global = options.process_set is global_process_set
+        return is_global and options.algorithm.sums_gradients and self.value.op != Adasum
 
     def forget(self) -> None:
         """Forgets what was kept: it is of another commit than that from which all go on."""
@@ -93,7 +96,7 @@ class DistributedHandler(Saver):
     def restore(self) -> None:
         """Restores what was saved; codecs and homes go back in `deal`."""
         # A copy, because an optimizer goes on working on the very tensors that it is given.
-        self.value.load_state_dict(copy.deepcopy(self._saved["plain"]))
+        load_exactly(self.value, copy.deepcopy(self._saved["plain"]))
         self.value.load_own_state(copy.deepcopy(self._saved[_OWN]))
         self._pending = self._kept
 

@@ -2,24 +2,30 @@
 
 Ranks that have left a membership epoch in good order have the same state. So only newcomers get it, in messages, and
 only they wait for it to come; all others wait for the newcomers' first contributions.
+
+Optimizers whose steps all-reduce gradients say that parameters are the same. Other values are the script's, which may
+have set one on a single rank: ranks compare digests of these, and if they differ, all get one rank's state.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes classes of __main__
+from cloudpickle import Pickler as _Pickler  # type: ignore[import-untyped]  # also takes classes of __main__
+from cloudpickle import dumps as _dumps
 
 from fusion_rt.client import Operation
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.runtime import Runtime, runtime
-from fusion_rt.torch.core.tensors import Memory, copy_in, copy_out
+from fusion_rt.torch.core.tensors import Memory, contents, copy_in, copy_out
 from fusion_rt.torch.sync.broadcasting import Item
 from fusion_rt.wire import group_id
 
@@ -55,15 +61,39 @@ def open_group(here: Runtime) -> None:
     here.client.open_group(_KEY, range(here.size))
 
 
-def by_taker(are_level: Sequence[bool]) -> dict[int, int] | None:
-    """Returns the rank from which each newcomer gets the state; None if no rank has it.
+def digest(values: Any) -> str:
+    """Returns the digest of what has to be the same on ranks with the same state; empty if it cannot be told. Ranks may
+    have other digests of equal values, for example of sets of texts, which are in another order on each."""
+    found = hashlib.blake2b(digest_size=16)
+    pickler = _Comparing(SimpleNamespace(write=found.update), pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True  # else it tells which equal objects are one, which those that were received are not
+    try:
+        pickler.dump(values)
+    except Exception:  # a script's own objects raise whatever they like
+        return ""
+    return found.hexdigest()
+
+
+class _Comparing(_Pickler):  # type: ignore[misc]
+    """Pickles tensors by their contents; torch's own way has their addresses."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        return str(obj.dtype), tuple(obj.shape), hashlib.blake2b(contents(obj), digest_size=16).digest()
+
+
+def by_taker(levels: Sequence[str]) -> dict[int, int] | None:
+    """Returns the rank from which each newcomer gets the state; None if no rank has it, or ranks have different ones.
 
     Args:
-        are_level: of each rank, whether it has the same state as all others of which that is so.
+        levels: the digest of each rank that has the state; empty of others.
     """
-    level = [rank for rank, is_level in enumerate(are_level) if is_level]
-    takers = [rank for rank, is_level in enumerate(are_level) if not is_level]
-    return {taker: level[place % len(level)] for place, taker in enumerate(takers)} if level else None
+    level = [rank for rank, digest in enumerate(levels) if digest]
+    takers = [rank for rank, digest in enumerate(levels) if not digest]
+    if len(set(levels) - {""}) != 1:
+        return None
+    return {taker: level[place % len(level)] for place, taker in enumerate(takers)}
 
 
 def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> list[Operation]:
@@ -84,9 +114,12 @@ def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> list[Operation]
     here = runtime()
     if here.rank in donors:
         _take(here, items, donors[here.rank])
-    elif takers := [taker for taker, donor in donors.items() if donor == here.rank]:
-        return _give(here, items, takers)
-    return []
+        return []
+    takers = [taker for taker, donor in donors.items() if donor == here.rank]
+    given = _give(here, items, takers) if takers else []
+    for item in items:
+        item.keep()
+    return given
 
 
 def await_given(given: Sequence[Operation]) -> None:

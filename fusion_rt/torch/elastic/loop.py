@@ -15,6 +15,7 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.donors import Donors
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.elastic.survival import Survival, move
+from fusion_rt.torch.sync.synchroniser import everyone
 
 _log = logging.getLogger("fusion_rt.elastic")
 _CARRIED = re.compile(r"\b(?:CollectiveError|HorovodInternalError): (.*)", re.DOTALL)
@@ -35,7 +36,7 @@ class Passage:
         self._agent, self._state = agent, state
         # Why this worker has left an epoch; empty if only hosts have changed, or it is new and the others are in one.
         self._why: str | None = None if agent.expected is None else ""
-        self._skip_sync = self._has_values = self._is_level = False
+        self._skip_sync = self._has_values = self._is_orderly = False
         self.survival = Survival(agent, state)
 
     def enter(self) -> None:
@@ -58,7 +59,8 @@ class Passage:
                 self.survival.agreed = None
                 move(self._agent, unfit, is_unfit=True)
                 state.on_reset()
-        state._donors = self.survival.join(self._skip_sync, self._has_values, self._is_level)
+        level = state._level() if self._is_orderly else ""
+        state._donors = self.survival.join(self._skip_sync, self._has_values, level)
         if state._donors.is_needed:
             state.sync()
         else:
@@ -72,11 +74,11 @@ class Passage:
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
         """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""
-        self._why, self._skip_sync, self._is_level = str(interruption), False, False
+        self._why, self._skip_sync, self._is_orderly = str(interruption), False, False
         if isinstance(interruption, HostsUpdatedInterrupt):
             try:
                 self._state._hand_over()
-                self._why, self._skip_sync, self._is_level = "", interruption.skip_sync, self._state._is_alike()
+                self._why, self._skip_sync, self._is_orderly = "", interruption.skip_sync, True
                 return
             except HorovodInternalError as error:  # somebody was not so orderly
                 self._why = str(error)
@@ -109,9 +111,14 @@ def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection
     """
     passage = Passage(agent, state)
     while True:
+        known = everyone()
         try:
             passage.enter()
             with passage.survival:
                 return func(state, *args, **kwargs)
         except RuntimeError as error:
-            passage.leave(interruption_of(error))
+            interruption = interruption_of(error)
+            for sync in everyone():
+                if sync not in known:  # the next call makes its own, as the first one of a newcomer does
+                    sync.plan.unname()
+            passage.leave(interruption)

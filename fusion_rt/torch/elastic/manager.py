@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import torch.utils.data
 
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.local import elastic
+from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.elastic.loop import Passage, interruption_of
 from fusion_rt.torch.elastic.sampler import ElasticSampler
 from fusion_rt.torch.elastic.state import State
@@ -171,8 +172,9 @@ class Manager:
         traceback.clear_frames(error.__traceback__)
         self._training.__exit__(type(error), error, error.__traceback__)
         if self._passage is not None:
+            lasting = process_sets.by_rule()
             self._passage.leave(interruption)
-            self._enter(self._passage)
+            self._enter(self._passage, lasting)
         elif isinstance(interruption, HorovodInternalError):
             raise interruption
         else:  # the script has said so itself
@@ -180,10 +182,16 @@ class Manager:
             self.state.sync()
             self._entered += 1
 
-    def _enter(self, passage: Passage) -> None:
+    def _enter(self, passage: Passage, lasting: Sequence[process_sets.ProcessSet] = ()) -> None:
+        """Enters a membership epoch. `lasting`: process sets of the script, which registers no sets again."""
         while True:
+            for process_set in lasting:
+                process_set.process_set_id = None
             try:
                 passage.enter()
+                for process_set in lasting:
+                    if process_set.process_set_id is None:  # else a reset callback has
+                        process_sets.add_process_set(process_set)
                 break
             except HorovodInternalError as error:
                 passage.leave(error)

@@ -21,11 +21,18 @@ from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import rank
 from fusion_rt.torch.elastic.commits import Commits, Saver, agreed
 from fusion_rt.torch.elastic.distributed import DistributedHandler
-from fusion_rt.torch.elastic.donors import Donors, pass_on
+from fusion_rt.torch.elastic.donors import Donors, digest, pass_on
 from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
-from fusion_rt.torch.sync.broadcasting import Item, OptimizerState, Tensors, broadcast_items, named_tensors
+from fusion_rt.torch.sync.broadcasting import (
+    Item,
+    OptimizerState,
+    Tensors,
+    broadcast_items,
+    load_exactly,
+    named_tensors,
+)
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import shard_of
 from fusion_rt.torch.sync.wrapped import Wrapped
@@ -171,9 +178,10 @@ class State:
             HorovodInternalError: a rank is gone.
         """
 
-    def _is_alike(self) -> bool:
-        """Tells whether ranks that have left an epoch in good order have the same values. The same on all of them."""
-        return False
+    def _level(self) -> str:
+        """Returns a text that is the same on ranks that have left an epoch in good order with the same values; empty if
+        nobody can tell."""
+        return ""
 
     def _why_unfit(self) -> str:
         """Returns why as many ranks as there are cannot train this; empty if they can. The same on all ranks."""
@@ -361,8 +369,14 @@ class TorchState(ObjectState):
             distributed.deal()
         self.save()
 
-    def _is_alike(self) -> bool:
-        return all(distributed.is_alike for distributed in self._distributed())
+    def _level(self) -> str:
+        kinds = (DistributedHandler, _OptimizerHandler)
+        optimizers = [handler for handler in self._handlers.values() if isinstance(handler, kinds)]
+        # Nobody knows what a script's own way of training gives each rank.
+        if not optimizers or not all(isinstance(one, DistributedHandler) and one.is_alike for one in optimizers):
+            return ""
+        objects = [handler.value.state_dict() for handler in self._handlers.values() if type(handler) is _Handler]
+        return digest([objects, self._values()])
 
     def _why_unfit(self) -> str:
         return next(filter(None, (distributed.why_unfit() for distributed in self._distributed())), "")
@@ -430,6 +444,9 @@ class _ModelHandler(_Handler):
 
 
 class _OptimizerHandler(_Handler):
+    def restore(self) -> None:
+        load_exactly(self.value, copy.deepcopy(self._saved))
+
     def items(self, name: str) -> list[Item]:
         return [OptimizerState(self.value, name)]
 

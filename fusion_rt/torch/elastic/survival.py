@@ -46,7 +46,8 @@ class Report(NamedTuple):
     Attributes:
         skips_sync: it needs nobody's values.
         has_values: that were synced before.
-        is_level: it has left the last membership epoch in good order, with the same values as all others who have.
+        level: the same on ranks that have left the last membership epoch in good order, with the same values; else
+            empty.
         stays: it is in its function, and can go on there.
         generation, completed, begun: those of its exchanges.
         failed: places of the optimizers whose exchange has failed, in the order in which they were made.
@@ -63,7 +64,7 @@ class Report(NamedTuple):
 
     skips_sync: bool = False
     has_values: bool = False
-    is_level: bool = False
+    level: str = ""
     stays: bool = False
     generation: int = 0
     completed: int = 0
@@ -204,18 +205,18 @@ class Survival:
         if kind is None:
             donors.await_given(given)
 
-    def join(self, skips_sync: bool, has_values: bool, is_level: bool) -> Donors:
+    def join(self, skips_sync: bool, has_values: bool, level: str) -> Donors:
         """Begins a membership epoch outside of the function, with all ranks, and returns whose values count.
 
         Args:
-            skips_sync, has_values, is_level: see `Report`.
+            skips_sync, has_values, level: see `Report`.
 
         Raises:
             HorovodInternalError: a rank is gone.
         """
         agreed, self.agreed = self.agreed, None
         plans_ahead = _plans_ahead(is_new=not has_values)
-        return agreed or _donors(self._tell(Report(skips_sync, has_values, is_level, plans_ahead=plans_ahead)))
+        return agreed or _donors(self._tell(Report(skips_sync, has_values, level, plans_ahead=plans_ahead)))
 
     def plan_ahead(self) -> None:
         """Asks for plans before the training goes on, where all ranks can.
@@ -358,5 +359,5 @@ def _plans_ahead(is_new: bool) -> tuple[bool, ...]:
 def _donors(reports: Sequence[Report]) -> Donors:
     """Returns whose values count, by the reports of all ranks."""
     root = next((rank for rank, report in enumerate(reports) if report.has_values), 0)
-    by_taker = donors.by_taker([report.is_level for report in reports])
+    by_taker = donors.by_taker([report.level for report in reports])
     return Donors(not all(report.skips_sync for report in reports), root, by_taker)

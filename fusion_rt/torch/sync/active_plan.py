@@ -34,7 +34,6 @@ class ActivePlan:
 
     Attributes:
         here: the membership that it belongs to.
-        group: name of the plans of this optimizer, the same on all ranks.
         made: there is one.
         agreed: the plan that ranks have agreed upon; also after it has been dropped, until there is another one.
         buckets: of the plan; empty while there is none.
@@ -48,7 +47,7 @@ class ActivePlan:
         self._options, self._trained = options, trained
         self._checkpoint, self._selections = checkpoint, selections
         self.here = runtime()
-        self.group = self._name()
+        self._group = self._name()
         self.made = False
         self.agreed: wire.Plan | None = None
         self.buckets: list[Bucket] = []
@@ -58,6 +57,21 @@ class ActivePlan:
         self._id = 0
         self._proposed: Operation | None = None
         self._segment: int | None = None
+
+    @property
+    def group(self) -> str:
+        """Name of the plans of this optimizer, the same on all ranks."""
+        self._group = self._group or self._name()
+        return self._group
+
+    @property
+    def is_named(self) -> bool:
+        """False after `unname`, until the optimizer is used."""
+        return bool(self._group)
+
+    def unname(self) -> None:
+        """Has later memberships name this optimizer's plans only when it is used, in the order in which those are."""
+        self._group = ""
 
     def where(self) -> Where:
         """Returns where daemons keep the state that belongs to it."""
@@ -171,7 +185,7 @@ class ActivePlan:
         if here is not self.here:
             self.close()
             self.here, self._segment, self._id, self.agreed = here, None, 0, None
-            self.group = self._name()
+            self._group = self._name() if self._group else ""
         if self._segment is not None:
             here.client.arena.drop_segment(self._segment)
             self._segment = None

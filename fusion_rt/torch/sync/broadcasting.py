@@ -69,8 +69,8 @@ def broadcast_optimizer_state(
     """Gives all ranks the state of the optimizer of rank `root_rank`: options of its groups, momenta and so on.
 
     The other ranks' optimizers need not have any state yet (after a restart from a checkpoint only the root has).
-    Unlike Horovod, this takes no step to make some, in which weight decay would change the parameters. An optimizer
-    without state has gradients afterwards, as scripts for Horovod expect: zeros where there were none.
+    Unlike Horovod, this takes no step to make some, in which weight decay would change the parameters. Where the root
+    has no state, optimizers have gradients afterwards, as scripts for Horovod expect: zeros where there were none.
 
     A codec's residual is each node's own and is not broadcast. A node that has not loaded the root's checkpoint, and so
     is not in the root's step, starts with none.
@@ -85,7 +85,40 @@ def broadcast_optimizer_state(
         ValueError: there is no such root, or the state does not fit this rank's parameters.
         HorovodInternalError: it failed, on all ranks.
     """
-    broadcast_items([OptimizerState(optimizer, "optimizer_state")], root_rank, process_set)
+    state = OptimizerState(optimizer, "optimizer_state")
+    broadcast_items([state], root_rank, process_set)
+    # The same on all ranks: a gradient that others do not have would be stepped with here alone.
+    for group in optimizer.param_groups if state.is_empty else ():
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads the state of the same optimizer on any rank, bit by bit, and in place.
+
+    In `load_state_dict` torch gives each tensor the dtype of its parameter, which rounds or widens some: NAdam
+    multiplies in float32 whatever its parameters are. And torch makes new dicts, but schedulers hold the groups, and a
+    distributed optimizer that was made from this one has the same groups and state.
+    """
+    groups, shared = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(dict(state))
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(index, {}).items():
+            before = loaded.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and before.dtype != value.dtype:
+                loaded[key] = value
+    for group, taken in zip(groups, optimizer.param_groups, strict=True):
+        group.update(taken)
+    optimizer.param_groups = groups
+    if not isinstance(optimizer, Wrapped):  # which sees to it itself
+        values = dict(optimizer.state)
+        shared.clear()
+        shared.update(values)
+        optimizer.state = shared
 
 
 def broadcast_step(optimizer: Wrapped, root_rank: int) -> None:
@@ -154,6 +187,11 @@ class Item:
         """Takes what has come."""
         self._put(self._told)
 
+    def keep(self) -> None:
+        """Takes what this rank has itself, where others take the same: an object may have to deal something anew, among
+        other ranks than those for which it did so last."""
+        self._put(self._give())
+
 
 class Tensors(Item):
     """Tensors that all ranks have, and whose values are replaced. `pairs`: with their names."""
@@ -164,6 +202,9 @@ class Tensors(Item):
 
     def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
         return self._pairs
+
+    def keep(self) -> None:
+        pass
 
 
 class Nested(Item):
@@ -198,17 +239,24 @@ class Nested(Item):
     def take(self) -> None:
         self._put(_with_tensors(self._told, self._tensors))
 
+    def keep(self) -> None:
+        pass
+
 
 class OptimizerState(Nested):
-    """The state of an optimizer, as `broadcast_optimizer_state` gives it to all. `name`: of its tensors."""
+    """The state of an optimizer, as `broadcast_optimizer_state` gives it to all. `name`: of its tensors.
+
+    Attributes:
+        is_empty: the root has none.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         self._optimizer = optimizer
         self._checkpoint = optimizer._sync.checkpoint if isinstance(optimizer, Wrapped) else None
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._own = optimizer.plain_state_dict() if isinstance(optimizer, Wrapped) else optimizer.state_dict()
-        self._is_root = False
-        super().__init__(name, self._both, self._load, _device_of(self._parameters))
+        self._is_root = self.is_empty = False
+        super().__init__(name, self._both, self._load, _device_of(parameters))
 
     def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
         self._is_root = is_root
@@ -220,18 +268,10 @@ class OptimizerState(Nested):
     def _load(self, both: Any) -> None:
         optimizer, (state, codec) = self._optimizer, both
         if not self._is_root:
-            # load_state_dict makes new dicts of the groups; schedulers made for the original optimizer hold the old
-            # ones.
-            groups = optimizer.param_groups
-            optimizer.load_state_dict(state)
-            for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-                group.update(loaded)
-            optimizer.param_groups = groups
+            load_exactly(optimizer, state)
         if self._checkpoint is not None:
             self._checkpoint.load_common_codec_state(codec)
-        for parameter in self._parameters if not self._own["state"] else ():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        self.is_empty = not state["state"]
 
 
 def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device | str:

@@ -478,12 +478,16 @@ class Synchroniser:
 
 def everyone() -> list[Synchroniser]:
     """Returns the synchronisers of all optimizers in the order of their creation, the same on all ranks."""
-    return sorted((sync for sync in _all if not sync.released), key=lambda sync: sync.serial)
+    return [sync for sync in _in_order() if sync.plan.is_named]
 
 
 def enter_all(here: Runtime) -> None:
     """Moves all optimizers to a membership, in the order of their creation, which names their plans: a new worker makes
     its own in the same order."""
-    for sync in everyone():
+    for sync in _in_order():
         if list(sync.slots):
             sync.enter(here)
+
+
+def _in_order() -> list[Synchroniser]:
+    return sorted((sync for sync in _all if not sync.released), key=lambda sync: sync.serial)

@@ -16,12 +16,13 @@ STEPS, PAUSE = 7, 3
 
 
 def test_newcomers_get_the_state_from_different_ranks_that_have_it() -> None:
-    assert donors.by_taker([True, False, True, False, False]) == {1: 0, 3: 2, 4: 0}
-    assert donors.by_taker([True, True]) == {}
+    assert donors.by_taker(["x", "", "x", "", ""]) == {1: 0, 3: 2, 4: 0}
+    assert donors.by_taker(["x", "x"]) == {}
 
 
 def test_where_no_rank_is_known_to_have_what_others_have_all_get_it_from_one() -> None:
-    assert donors.by_taker([False, False]) is None
+    assert donors.by_taker(["", ""]) is None
+    assert donors.by_taker(["x", "", "y"]) is None
 
 
 def make_model(width: int = 4) -> torch.nn.Module:
@@ -46,8 +47,25 @@ def contents(state: Any) -> list[Any]:
     return [[p.tolist() for p in parameters], [each.tolist() for each in given], state.step, state.note]
 
 
+class Dealer:
+    """An object of a script's own that deals something to the ranks that there are when its state is loaded."""
+
+    ranks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ranks = hvd.size()
+
+
 def train(
-    worker: Worker, algorithm: str = "allreduce", compression: str = "", wide: bool = False, pause: int = PAUSE
+    worker: Worker,
+    algorithm: str = "allreduce",
+    compression: str = "",
+    wide: bool = False,
+    pause: int = PAUSE,
+    writer: int | None = None,
 ) -> Any:
     """Steps, before which each rank says what it has. A newcomer says who gives it the state, and waits for a word."""
     hvd.init()
@@ -56,7 +74,8 @@ def train(
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     coded = hvd.Compression.topk(0.25) if compression else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=coded, algorithm=algorithm)
-    state: Any = hvd.elastic.TorchState(model, optimizer, step=0, note="")
+    dealer = Dealer()
+    state: Any = hvd.elastic.TorchState(model, optimizer, dealer=dealer, step=0, note="")
     sizes: list[int] = []
     take = donors._take
 
@@ -75,7 +94,8 @@ def train(
             loss_of(model, state.step, hvd.rank()).backward()
             optimizer.step()
             state.step += 1
-            state.note = f"by {hvd.size()}"
+            if writer in (None, hvd.rank()):
+                state.note = f"by {hvd.size()}"
             sizes.append(hvd.size())
             state.commit()
             if state.step == pause:
@@ -86,6 +106,36 @@ def train(
         run(state)
     except ValueError as error:
         return str(error)
+    return {"sizes": sizes, "contents": contents(state), "dealt to": dealer.ranks}
+
+
+def train_by_parts_made_anew(worker: Worker) -> Any:
+    """Steps of a distributed optimizer that each call of the function makes; the state has the script's own."""
+    hvd.init()
+    torch.manual_seed(os.getpid())
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    state: Any = hvd.elastic.TorchState(model, plain, step=0, note="")
+    sizes: list[int] = []
+
+    @hvd.elastic.run
+    def run(state: Any) -> None:
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+        if not sizes:
+            worker.say(contents(state))
+        while state.step < STEPS:
+            optimizer.zero_grad()
+            loss_of(model, state.step, hvd.rank()).backward()
+            optimizer.step()
+            state.step += 1
+            state.note = f"by {hvd.size()}"
+            sizes.append(hvd.size())
+            state.commit()
+            if state.step == PAUSE:
+                worker.say("paused")
+                worker.listen()
+
+    run(state)
     return {"sizes": sizes, "contents": contents(state)}
 
 
@@ -138,7 +188,18 @@ def test_the_others_go_on_while_newcomers_get_the_state() -> None:
         for hand in job.hands[2:]:
             hand.tell("go on")
         assert [job.report(hand) for hand in job.hands[2:]] == [same(reports[:2])] * 2
-        check(job.finish(), start, [2, 2, 2, 2, 4, 4, 4])
+        results = job.finish()
+        check(results, start, [2, 2, 2, 2, 4, 4, 4])
+        assert [result["dealt to"] for result in results] == [4] * 4
+
+
+@pytest.mark.multiprocess
+def test_a_newcomer_trains_with_optimizers_that_each_call_of_the_function_makes_anew() -> None:
+    with ElasticJob(train_by_parts_made_anew, hosts={"a": 1, "b": 1}) as job:
+        start = begin(job)
+        job.change({"a": 1, "b": 1, "c": 1})
+        job.report(job.hands[2])
+        check(job.finish(), start, [2, 2, 2, 2, 3, 3, 3])
 
 
 @pytest.mark.multiprocess
@@ -213,6 +274,16 @@ def test_what_nodes_have_not_sent_is_dealt_when_newcomers_have_the_state() -> No
         job.hands[2].tell("go on")
         same(job.reports())
         same([result["contents"] for result in job.finish()])
+
+
+@pytest.mark.multiprocess
+def test_where_one_rank_has_set_a_value_all_get_it() -> None:
+    with ElasticJob(train, "allreduce", "", False, PAUSE, 0, hosts={"a": 1, "b": 1}) as job:
+        begin(job)
+        job.change({"a": 1, "b": 1, "c": 1})
+        _, _, step, note = same(job.reports())
+        assert (step, note) == (PAUSE + 1, "by 2")
+        job.finish()
 
 
 @pytest.mark.multiprocess

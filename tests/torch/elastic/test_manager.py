@@ -56,6 +56,7 @@ def train(worker: Worker, loaders: int) -> Any:
     state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0)
     outcomes: list[bool] = []
     with hvd.elastic.Manager(state, commit_every=3) as manager:
+        but_the_last = hvd.add_process_set(lambda size: range(size - 1))
         while state.epoch < EPOCHS:
             for batch in manager.batches(loader):
                 with manager.step() as step:
@@ -73,10 +74,13 @@ def train(worker: Worker, loaders: int) -> Any:
                         if hvd.rank() == 1:
                             pretend()
                         hvd.allreduce(torch.ones(1))
+                    if state.epoch == 1 and state.step in (1, 6) and but_the_last.included():
+                        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=but_the_last).item() == 2
                     state.step += step.counts
                 outcomes.append(step.counts)
             state.epoch, state.step = state.epoch + 1, 0
             sampler.set_epoch(state.epoch)
+    assert but_the_last.ranks == [0, 1], "as many as there are but one, however often that has changed"
     return model.counts.tolist(), outcomes
 
 

@@ -161,7 +161,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
         monkeypatch.setattr(loop, "move", move)
 
-        def join(_: object, skips_sync: bool, has_values: bool, is_level: bool) -> Donors:
+        def join(_: object, skips_sync: bool, has_values: bool, level: str) -> Donors:
             return Donors(not (skips_sync and others_skip))
 
         monkeypatch.setattr(loop.Survival, "join", join)

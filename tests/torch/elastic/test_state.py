@@ -115,6 +115,81 @@ def test_model_optimizer_and_scheduler_go_back_as_often_as_one_likes() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_what_an_optimizer_has_in_another_dtype_than_its_parameters_goes_back_bit_by_bit() -> None:
+    model = torch.nn.Linear(2, 3).bfloat16()
+    optimizer = torch.optim.NAdam(model.parameters())
+    state: Any = TorchState(model, optimizer)
+    train(model.float(), optimizer)
+    model.bfloat16()
+    state.commit()
+    committed = contents(optimizer)
+    assert {tensor.dtype for tensor in committed} >= {torch.float32}
+    state.restore()
+    assert_same(contents(optimizer), committed)
+
+
+@on_ranks
+def test_an_optimizer_goes_back_together_with_the_distributed_one_that_was_made_from_it() -> None:
+    model = torch.nn.Linear(2, 3)
+    plain = torch.optim.Adam(model.parameters())
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    state: Any = hvd.elastic.TorchState(model, plain)
+    for load in (state.sync, state.restore):
+        load()
+        train(model, optimizer)
+        assert_same(contents(plain), contents(optimizer))
+
+
+def wrapped(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(optimizer, **options)
+
+
+@on_ranks
+def test_ranks_are_known_to_have_the_same_where_each_step_all_reduces_the_gradients_of_all() -> None:
+    def is_alike(*optimizers: Any) -> bool:
+        values = {f"optimizer{index}": optimizer for index, optimizer in enumerate(optimizers)}
+        return hvd.elastic.TorchState(torch.nn.Linear(2, 2), **values)._level() != ""
+
+    def plain() -> torch.optim.Optimizer:
+        return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+
+    some = hvd.add_process_set([0])
+    assert is_alike(wrapped(plain()), wrapped(plain(), overlap="forward"))
+    assert not is_alike(wrapped(plain(), process_set=some)), "others have parameters of their own"
+    assert not is_alike(wrapped(plain(), algorithm="local_sgd(steps=2)"))
+    assert not is_alike(wrapped(plain(), op=hvd.Adasum)), "each has momenta of its own"
+    assert not is_alike(wrapped(plain()), plain()), "who knows what the script does with a plain one"
+    assert not is_alike()
+    hvd.remove_process_set(some)
+
+
+@on_ranks
+def test_values_that_only_some_ranks_have_set_are_noticed() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = wrapped(torch.optim.Adam(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    sampler = hvd.elastic.ElasticSampler(range(8))
+    state: Any = hvd.elastic.TorchState(
+        model, optimizer, scheduler=scheduler, sampler=sampler, best=0.0, mean=torch.zeros(3), epoch=["epoch", "best"]
+    )
+    state.sync()
+    assert len(set(hvd.allgather_object(state._level()))) == 1
+    for change in (
+        lambda: setattr(state, "best", 0.5),
+        lambda: state.mean.add_(1),
+        scheduler.step,
+        lambda: sampler.record_batch(0, 1),
+    ):
+        if hvd.rank() == 0:
+            change()
+        assert len(set(hvd.allgather_object(state._level()))) == 2
+        state.sync()
+        assert len(set(hvd.allgather_object(state._level()))) == 1
+    state.best = (step for step in ())  # which cannot be pickled
+    assert state._level() == ""
+
+
+@pytest.mark.usefixtures("alone")
 def test_another_model_may_take_the_place_of_the_first() -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     state: Any = TorchState(first)
@@ -175,6 +250,7 @@ def test_all_ranks_have_the_values_of_rank_0_after_a_sync() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
     mine = contents(model, optimizer)
     assert len(mine) == 4 + 3 + 3 * 4
+    assert hvd.rank() == 0 or all(p.grad is None for p in model.parameters()), "a newcomer alone would step with it"
     for other in hvd.allgather_object(mine):
         assert_same(other, mine)
 

@@ -27,6 +27,7 @@ MAKERS: dict[str, MakeOptimizer] = {
     "adam": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "stateless": functools.partial(torch.optim.SGD, lr=0.1),
     "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
+    "state of another dtype": functools.partial(torch.optim.NAdam, lr=0.01),
     "rate in a tensor": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01)),
     "options of every kind": lambda parameters: torch.optim.Rprop(
         parameters, etas=(0.5 - hvd.rank() / 8, 1.2), step_sizes=(1e-6, 50 + hvd.rank())
@@ -135,6 +136,18 @@ def test_an_optimizer_without_state_has_gradients_afterwards_as_in_horovod() -> 
     assert model[0].weight.grad is None
     assert all(p.grad is not None and not p.grad.any() for p in model[2:].parameters())
     assert_equal_states(model.state_dict(), before)  # which weight decay changes in Horovod
+
+
+@on_ranks
+def test_no_rank_gets_gradients_that_another_one_does_not_get() -> None:
+    model = make_model()
+    optimizer = MAKERS["sgd"](model.parameters())
+    if hvd.rank() == 1:
+        closure_of(model, optimizer, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @on_ranks
