@@ -192,13 +192,13 @@ def _opened(
 ) -> JoinedGroup:
     """Opens a group together with its other members, as one of which this worker counts itself in the store."""
     client = member.here.client
-    meeting = _Meeting(store, f"{_SCOPE}/{client.job}/{client.welcome.epoch}/group", name, rank, ranks, timeout)
+    opening = Opening(store, f"{_SCOPE}/{client.job}/{client.welcome.epoch}/group", name, rank, ranks, timeout)
     try:
         client.check()
-        key = heed(client, meeting.agree)
-        opened = JoinedGroup(member, client.open_group(f"{name}.{key}", ranks), rank, ranks, store, meeting.scope)
+        key = heed(client, opening.agree)
+        opened = JoinedGroup(member, client.open_group(f"{name}.{key}", ranks), rank, ranks, store, opening.scope)
         try:
-            heed(client, meeting.complete)
+            heed(client, opening.complete)
         except BaseException:
             opened.close()
             raise
@@ -207,11 +207,11 @@ def _opened(
     except HorovodInternalError as error:
         raise CollectiveError(explained(client.channel, str(error))) from None
     finally:
-        meeting.is_over = True
+        opening.is_over = True
     return opened
 
 
-class _Meeting:
+class Opening:
     """The members of a group that open it, in the store. It waits for them; on a thread, so that somebody can look at
     the job meanwhile.
 
@@ -243,10 +243,18 @@ class _Meeting:
         return store.get(f"{self.scope}.key").decode()
 
     def complete(self) -> None:
-        """Returns when all members have opened it."""
-        if self._store.add(f"{self.scope}.members", 1) == len(self._ranks):
-            self._store.set(f"{self.scope}.complete", "yes")
+        """Returns when all members have opened it; for the first one, which may serve the store and end now, when all
+        know that."""
+        self.count("complete")
         self._await(f"{self.scope}.complete")
+        self.count("known")
+        if self._rank == 0:
+            self._await(f"{self.scope}.known")
+
+    def count(self, what: str) -> None:
+        """Counts this member among those that have come so far; the last one sets the key."""
+        if self._store.add(f"{self.scope}.{what}.members", 1) == len(self._ranks):
+            self._store.set(f"{self.scope}.{what}", "yes")
 
     def _await(self, key: str) -> None:
         """Waits for a key, which the last member or the first one sets."""

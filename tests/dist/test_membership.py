@@ -7,12 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks.netlab import Netlab, preflight
+from fusion_rt.core.errors import FusionError
+from fusion_rt.dist.membership import Opening
 from tests import forks
 from tests.launchers.conftest import TIMEOUT_S, logs, mpirun, run, torchrun
 
@@ -43,6 +48,23 @@ def finished(*processes: subprocess.Popen[str]) -> tuple[str, str]:
     """What processes have printed, and written to standard error, when they have ended."""
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
     return "".join(out for out, _ in outputs), "".join(err for _, err in outputs)
+
+
+def test_the_first_member_does_not_go_before_all_know_that_a_group_is_open() -> None:
+    """It may serve the store, and its script may end at once: the others would find the store gone."""
+    store = dist.HashStore()
+
+    def members(seconds: float) -> list[Opening]:
+        found = [Opening(store, "job", "group", rank, (0, 1), timedelta(seconds=seconds)) for rank in (0, 1)]
+        assert len(set(pool.map(Opening.agree, found))) == 1
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Opening.complete, members(60)))
+        first, second = members(0.5)
+        second.count("complete")  # and has not seen yet that it was the last one
+        with pytest.raises(FusionError, match=r"was not opened within 0.5 s: not all members got further"):
+            first.complete()
 
 
 def test_a_script_of_torchrun_comes_again_and_shares_its_job_with_horovod(runtime_dir: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from tests.torch.cuda_fake.streams import FakeStream
 from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
 
 SCHEDULES = range(6)
+TIMEOUT_S = 60.0
 LENGTHS = (300, 40)
 
 
@@ -170,6 +172,10 @@ def test_gradients_that_are_forgotten_are_freed_while_their_results_may_still_co
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 gc.collect()
+                deadline = time.monotonic() + TIMEOUT_S
+                while gpus.allocated > 4 * sum(LENGTHS):  # the thread that submits looks at what it has for a while
+                    assert time.monotonic() < deadline, (seed, gpus.allocated)
+                    time.sleep(1e-3)
                 assert gpus.allocated == 4 * sum(LENGTHS), seed
             for number, parameter in enumerate(parameters):
                 assert torch.equal(value_of(parameter), trained(number, range(3), len(parameter))), seed
