@@ -86,6 +86,7 @@ def _dump_of_all_operations(directory: str) -> dict[str, Any]:
     try:
         _all_operations(rank, size)
         path = fusion_rt.dist.dump_flight_record(f"{directory}/dumps/rank_{rank}")
+        dist.barrier()  # rank 0 serves the store, in which others may still open their half
         return dict(pickle.loads(path.read_bytes()))
     finally:
         dist.destroy_process_group()
