@@ -19,8 +19,8 @@ from tests.torch.node.test_streams import in_node, nccl
 from tests.torch.sync.test_gpu_selection import residuals
 from tests.torch.sync.test_gpu_selection_streams import CODECS, LENGTHS, make, step_of
 
-SCHEDULES = range(6)
-STEPS = range(8)
+SCHEDULES = range(4)
+STEPS = range(6)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def by_daemons(codec: str) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-@pytest.mark.parametrize("codec", CODECS[:2])
+@pytest.mark.parametrize("codec", CODECS[1:2])
 @on_ranks
 def test_training_is_that_of_daemons_that_combine_and_select(codec: str) -> None:
     expected = by_daemons(codec)
@@ -69,7 +69,7 @@ def test_training_is_that_of_daemons_that_combine_and_select(codec: str) -> None
             optimizer._sync.plan.close()
 
 
-@pytest.mark.parametrize("codec", CODECS[:2])
+@pytest.mark.parametrize("codec", CODECS[1:2])
 @on_ranks
 def test_a_reduction_that_fails_while_it_is_selected_from_is_taken_back(codec: str) -> None:
     """By the rank that selects, if it has noticed: what was under way on its GPU ends then, and is no sum. Where the
