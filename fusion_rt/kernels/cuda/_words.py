@@ -21,9 +21,7 @@ FIRST, END = 0, 1  # parts of the group
 BLOCKS = 2  # how many work for it
 OUT, ROOM = 3, 4  # the word at which its results begin, and for how many elements there is room
 K = 5  # how many to take
-AT_LEAST = (
-    6  # the threshold of `collect`; `EXPECTED_ONE`: the one in `state`, or, where there is none, what `survey` finds
-)
+AT_LEAST = 6  # the threshold of `collect`; `EXPECTED_ONE`: the one in `state`, or, if there is none, that of `survey`
 PLAN = 7
 EXPECTED_ONE = -1
 

@@ -72,7 +72,7 @@ def test_training_is_that_of_daemons_that_combine_and_select(codec: str) -> None
 @pytest.mark.parametrize("codec", CODECS[1:2])
 @on_ranks
 def test_a_reduction_that_fails_while_it_is_selected_from_is_taken_back(codec: str) -> None:
-    """What was under way on the GPU of the rank that selects ends then, and is no sum."""
+    """The rank that selects does not take what was under way on its GPU for a sum, and keeps nothing of it."""
     for seed in SCHEDULES:
         with nccl(), fake_cuda(seed) as gpus, selecting(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # who notices it says so
