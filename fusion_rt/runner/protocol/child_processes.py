@@ -14,14 +14,15 @@ which a grandchild leaves with one call; psutil, which takes 30 ms to import.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO
 
 from fusion_rt.host.bootstrap import MAX_LINE
 from fusion_rt.runner.protocol.pipes import Channel, Reader
@@ -53,7 +54,7 @@ class Child:
     def signal(self, number: int) -> None:
         """Sends a signal to it and what else is in its process group, if it still runs."""
         if not self.exit.done():
-            with suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def close(self) -> None:
@@ -84,7 +85,8 @@ class Children:
         inherits: Collection[int] = (),
         line_limit: int = MAX_LINE,
     ) -> Child:
-        """Starts a child in a session of its own.
+        """Starts a child in a session of its own. Nothing else of the event loop runs between the child's birth and the
+        return of this, so that whoever starts it has noted it before anything is heard of it.
 
         Args:
             argv: its command line.
@@ -98,38 +100,33 @@ class Children:
         Raises:
             OSError: the program cannot be run.
         """
-        process = subprocess.Popen(
-            argv,
-            env=env,
-            cwd=cwd,
-            bufsize=0,
-            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=inherits,
-            start_new_session=True,
-            preexec_fn=_die_with_parent() if dies_with_parent else None,
-        )
+        with contextlib.ExitStack() as its_ends, contextlib.ExitStack() as undo:
+            its_input, stdin = subprocess.DEVNULL, None
+            if has_input:
+                its_input, end = _pipe(its_ends, undo, is_input=True)
+                stdin = await Channel.open(end)
+                undo.callback(stdin.abort)
+            outputs = []
+            for _ in range(2):
+                its_output, end = _pipe(its_ends, undo, is_input=False)
+                reader = await Reader.open(end, line_limit)
+                undo.callback(reader.abort)
+                outputs.append((its_output, reader))
+            (its_stdout, stdout), (its_stderr, stderr) = outputs
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=cwd,
+                stdin=its_input,
+                stdout=its_stdout,
+                stderr=its_stderr,
+                pass_fds=inherits,
+                start_new_session=True,
+                preexec_fn=_die_with_parent() if dies_with_parent else None,
+            )
+            undo.pop_all()
         exit_status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._running[process.pid] = (process, exit_status)  # before the first await, after which SIGCHLD is handled
-        assert process.stdout is not None
-        assert process.stderr is not None
-        stdin: Channel | None = None
-        stdout: Reader | None = None
-        try:
-            if process.stdin is not None:
-                stdin = await Channel.open(process.stdin)
-            stdout = await Reader.open(process.stdout, line_limit)
-            stderr = await Reader.open(process.stderr, line_limit)
-        except BaseException:  # cancelled: nobody will ever hear of this child
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            for opened, pipe in ((stdin, process.stdin), (stdout, process.stdout), (None, process.stderr)):
-                if opened is not None:
-                    opened.abort()
-                elif pipe is not None:
-                    pipe.close()
-            raise
+        self._running[process.pid] = (process, exit_status)  # SIGCHLD is handled when the loop goes on
         return Child(process.pid, stdin, stdout, stderr, exit_status)
 
     def _reap(self) -> None:
@@ -146,6 +143,20 @@ class Children:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 if not exit_status.done():
                     exit_status.set_result(process.returncode)
+
+
+def _pipe(its_ends: contextlib.ExitStack, undo: contextlib.ExitStack, is_input: bool) -> tuple[int, IO[bytes]]:
+    """Makes a pipe to or from a child: the child's end, and this process's.
+
+    Args:
+        its_ends: closes the child's end here.
+        undo: closes this process's.
+        is_input: the child reads it.
+    """
+    reading, writing = os.pipe()
+    its, own = (reading, writing) if is_input else (writing, reading)
+    its_ends.callback(os.close, its)
+    return its, undo.enter_context(open(own, "wb" if is_input else "rb", buffering=0))
 
 
 def adopt_orphans() -> None:
@@ -232,7 +243,9 @@ def _stat(pid: int) -> list[bytes]:
 
 def _signal(pids: Sequence[int], number: int) -> None:
     for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):  # ended meanwhile; another user's: the caller returns it
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # ended meanwhile; another user's: the caller returns it
             os.kill(pid, number)
 
 

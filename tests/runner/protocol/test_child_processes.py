@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -101,24 +103,66 @@ def test_the_flags_are_those_of_this_kernel() -> None:
     assert child_processes._is_exiting(pid), "it is gone"
 
 
-def test_a_child_whose_start_is_cancelled_is_ended() -> None:
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_a_start_that_is_cancelled_leaves_no_child_and_no_pipe() -> None:
     async def body(turns: int) -> bool:
         """Cancels the start after so many turns of the loop; whether it had not ended by then."""
         children = child_processes.Children()
+        before = descriptors()
         command = ["sh", "-c", "sleep 600 & exec sleep 600"]
         start = asyncio.create_task(children.start(command, os.environb, b"/", has_input=True))
         for _ in range(turns):
             await asyncio.sleep(0)
         start.cancel()
         await asyncio.wait([start])
-        if not start.cancelled():
+        if start.cancelled():
+            assert not children._running
+        else:
             child = start.result()
             child.signal(signal.SIGKILL)
             child.close()
         while children._running:
             await asyncio.sleep(0.002)
+        await asyncio.sleep(0)  # in which the loop closes what was aborted
+        assert descriptors() == before
         return start.cancelled()
 
     was_cancelled = [asyncio.run(asyncio.wait_for(body(turns), 60)) for turns in range(30)]
     assert was_cancelled[1]
     assert not was_cancelled[-1]
+
+
+def test_a_program_that_cannot_be_run_leaves_no_pipe() -> None:
+    async def body() -> None:
+        children = child_processes.Children()
+        before = descriptors()
+        with pytest.raises(FileNotFoundError):
+            await children.start(["/no/such/program"], os.environb, b"/", has_input=True)
+        await asyncio.sleep(0)
+        assert descriptors() == before
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_whoever_starts_a_child_has_noted_it_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is quick may have connected to its agent by then, which has to know that it is one of its own."""
+    events: list[str] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            asyncio.get_running_loop().call_soon(events.append, "something else")
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+
+    async def body() -> None:
+        child = await child_processes.Children().start(["true"], os.environb, b"/", has_input=True)
+        events.append("noted")
+        assert await child.exit == 0
+        child.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+    assert events == ["noted", "something else"]
