@@ -10,11 +10,12 @@ from fusion_rt import wire
 from fusion_rt.codecs import Codec, Layout
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError
+from fusion_rt.kernels import cpu
 from fusion_rt.local import array_codec
 from fusion_rt.wire import OpKey
 from fusiond.buckets.codec_state import State
 from fusiond.buckets.plans import Plans
-from fusiond.collectives.base import Array
+from fusiond.collectives.base import Array, Job
 from fusiond.core.dispatch import Handlers
 from fusiond.core.effects import Effects
 from fusiond.core.result import Result
@@ -31,7 +32,7 @@ class CodecService:
         operations: those under way, by key.
         outside: acts for it.
         failure: why the job cannot go on; empty if it can.
-        failed: called with a codec whose kernels cannot be had, and why.
+        failed: called with words for what cannot be used, since its kernels cannot be had, and why.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class CodecService:
         operations: Mapping[OpKey, Operation],
         outside: Effects,
         failure: Callable[[], str],
-        failed: Callable[[Codec, BaseException], None],
+        failed: Callable[[str, BaseException], None],
     ) -> None:
         self._plans, self._homes, self._operations, self._outside = plans, homes, operations, outside
         self._failure, self._failed = failure, failed
@@ -141,18 +142,30 @@ class CodecService:
             for name in dtypes
             if not codec.lossless and codec.applies_to(DTYPES[name]) and (codec, name) not in self._prepared
         ]
-        if not missing:
-            return True
 
         def prepare() -> None:
             for name in missing:
                 codec.open(Layout(DTYPES[name], 1))
 
-        def prepared(error: BaseException | None) -> None:
-            if error is not None:
-                self._failed(codec, error)
+        def prepared() -> None:
             self._prepared.update((codec, name) for name in missing)
             then()
+
+        return not missing or self._prepare(prepare, f"the codec {codec}", prepared)
+
+    def reductions_of(self, dtypes: Iterable[str], then: Callable[[], None]) -> bool:
+        """Says whether the kernels that reduce these element types are there. If not, as `kernels_of`."""
+        missing = [DTYPES[name] for name in dtypes if not self._outside.has_kernels(DTYPES[name], ())]
+        return not missing or self._prepare(lambda: cpu.prepare(missing), f"elements of {missing[0]}", then)
+
+    def _prepare(self, prepare: Job, what: str, then: Callable[[], None]) -> bool:
+        """Prepares kernels beside the event loop, and calls `then`. Returns False: they are not there yet."""
+
+        def prepared(error: BaseException | None) -> None:
+            if error is not None:
+                self._failed(what, error)
+            else:
+                then()
 
         self._outside.run_jobs([prepare], prepared)
         return False

@@ -101,7 +101,7 @@ class Engine:
             self._operations,
             outside,
             lambda: self._outcomes.failure,
-            self._outcomes.codec_failed,
+            self._outcomes.kernels_failed,
         )
         self._context = context
         self._questions = Questions(context, os.getpid(), self._under_way)

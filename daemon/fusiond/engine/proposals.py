@@ -138,12 +138,16 @@ class Proposals:
             raise plugins.PluginError(f"on node {self._context.node} (host {self._context.host}) {lacking}")
 
     def _has_kernels(self, plan: wire.Plan, again: Callable[[], None]) -> bool:
-        """Returns whether the kernels of a plan's codec are there, if it was not proposed here; else calls back."""
+        """Returns whether the kernels of a plan's homes are there, and, if it was not proposed here, of its codec; else
+        calls back."""
+        dtypes = {bucket.dtype for bucket in plan.buckets}
+        if parse(plan.reduction.algorithm).at_homes and not self._codecs.reductions_of(dtypes, again):
+            return False
         if plan.tuning is None or not plan.tuning.codec:
             return True
         if len(self._context.participants.members(plan.process_set).nodes) == 1:
             return True
-        return self._codecs.kernels_of(codecs.parse(plan.reduction.codec), {b.dtype for b in plan.buckets}, again)
+        return self._codecs.kernels_of(codecs.parse(plan.reduction.codec), dtypes, again)
 
     def _install(self, plan: wire.Plan) -> None:
         why = self._plans.install(plan, self._context.participants.members(plan.process_set))

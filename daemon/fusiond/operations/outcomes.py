@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fusion_rt import wire
-from fusion_rt.codecs import Codec
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.tracing.format import Kind
@@ -137,6 +136,6 @@ class Outcomes:
         text = str(error) if isinstance(error, FusionError) else quoted("".join(traceback.format_exception(error)))
         self.on_job_failed(f"a home on host {self._context.host} failed: {text}")
 
-    def codec_failed(self, codec: Codec, error: BaseException) -> None:
-        """A codec's kernels cannot be had."""
-        self.on_job_failed(f"the daemon of host {self._context.host} cannot use the codec {codec}: {error}")
+    def kernels_failed(self, what: str, error: BaseException) -> None:
+        """The kernels cannot be had that something needs."""
+        self.on_job_failed(f"the daemon of host {self._context.host} cannot use {what}: {error}")

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.topk import TopK
+from fusion_rt.kernels import cpu
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond.core.errors import RequestError
-from tests.fusiond.simulation import GARBAGE, Array, SimulatedJob
+from tests.fusiond.simulation import GARBAGE, Array, Node, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
 LAYOUTS = [[1], [3], [1, 1], [2, 1, 3]]
@@ -91,6 +92,24 @@ def test_kernels_of_a_codec_are_compiled_beside_the_event_loop(
     assert not any(any(node.engine._plans) for node in job.nodes), "what `propose` does, the event loop does"
     prepared.append("topk")  # by the jobs that are deferred
     job.settle()
+    assert all(any(node.engine._plans) for node in job.nodes)
+
+
+@pytest.mark.parametrize(("layout", "algorithm"), [([2], "bsp"), ([1, 1], "bsp"), ([1, 1], "adpsgd(topology='ring')")])
+def test_kernels_that_homes_reduce_with_are_compiled_beside_the_event_loop(
+    layout: list[int], algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(cpu, "prepare", lambda dtypes: prepared.extend(dtype.name for dtype in dtypes))
+    job = SimulatedJob(layout)
+    monkeypatch.setattr(Node, "has_kernels", lambda _, dtype, conversions=(): dtype.name in prepared)
+    reduction = wire.Reduction(algorithm=algorithm, op="average")
+    for rank in job.ranks:
+        job.propose(rank, replace(PROPOSAL, reduction=reduction))
+    assert not prepared, "what `propose` does, the event loop does"
+    assert not any(any(node.engine._plans) for node in job.nodes)
+    job.settle()
+    assert set(prepared) == {"float32"}
     assert all(any(node.engine._plans) for node in job.nodes)
 
 
