@@ -14,6 +14,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
+from fusion_rt.codecs.dense import Dense
 from fusion_rt.kernels.ordinary import Operand, Remote
 from fusiond.collectives.agreed import Agreed, Maker
 from fusiond.collectives.base import (
@@ -183,8 +184,10 @@ def _reduce(agreed: Agreed) -> ReduceScatter:
 
 
 def _scatter(agreed: Agreed, places: Sequence[Array | None], ranges: Sequence[tuple[int, int]]) -> ReduceScatter:
-    sources, codec = [part.values for part in agreed.local], agreed.codec.open(agreed.layout)
-    return ReduceScatter(agreed.port, agreed.reducer, codec, sources, places, ranges, agreed.homes, agreed.here)
+    sources = [part.values for part in agreed.local]
+    codec = agreed.codec if agreed.port.nodes > 1 else Dense()  # whose kernels nobody has prepared for one node
+    opened = codec.open(agreed.layout)
+    return ReduceScatter(agreed.port, agreed.reducer, opened, sources, places, ranges, agreed.homes, agreed.here)
 
 
 EXCHANGES: dict[wire.Kind, Maker] = {"reducescatter": _reduce_scatter, "reduce": _reduce}

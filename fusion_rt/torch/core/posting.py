@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.device import Copying, as_here
 
 _IDLE = 1.0  # seconds after which a thread without work ends
@@ -53,7 +52,7 @@ class Poster:
     def _start_anew(self) -> None:
         self.alone = threading.RLock()
         self.used = False
-        self.failure: HorovodInternalError | None = None
+        self.failure: Exception | None = None
         self._changed = threading.Condition(self.alone)
         self._queue: deque[Copied] = deque()
         self._thread: threading.Thread | None = None
@@ -78,6 +77,7 @@ class Poster:
 
         Raises:
             HorovodInternalError: the job has failed.
+            RuntimeError: the device has.
         """
         with self.alone:
             while self._queue:
@@ -97,9 +97,10 @@ class Poster:
             begin()
             while self._has_more():
                 pause = _SHORT if self._try(pause) else min(1.25 * pause, _LONG)
-        except RuntimeError:  # the device has failed: whoever calls `finish` is told
+        except Exception as error:  # the device, or the job, has failed: whoever calls `finish` is told
             with self.alone:
-                self._thread = None
+                self._thread, self.failure = None, self.failure or error
+                self._queue.clear()
 
     def _has_more(self) -> bool:
         """Tells whether there is something to submit, maybe after waiting; if there has been nothing for long, the
@@ -121,13 +122,7 @@ class Poster:
         with self.alone:
             if head is None or not self._queue or self._queue[0] is not head:  # it has been submitted, or given up
                 return True
-            try:
-                submitted = head.post(wait=False)
-            except HorovodInternalError as error:
-                self.failure = self.failure or error
-                self._queue.clear()
-                return True
-            if submitted:
+            if submitted := head.post(wait=False):
                 self._queue.popleft()
             return submitted
 

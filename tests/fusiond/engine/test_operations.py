@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.codecs.half import Fp16
 from fusion_rt.core.dtypes import DType
 from fusion_rt.core.topology import ProcessSet
 from fusion_rt.kernels import cpu
@@ -177,6 +178,20 @@ def test_what_other_kernels_need_is_compiled_beside_the_event_loop_too(
         np.testing.assert_array_equal(job.result(rank, handle, dtype).view(dtype), values[0])
     assert kernel in prepared
     job.nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "reducescatter"])
+def test_one_node_needs_no_kernels_of_a_codec(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody prepares them, so the event loop would compile them."""
+    monkeypatch.setattr(Fp16, "open", lambda *_: pytest.fail("the codec is opened"))
+    job = SimulatedJob([2])
+    values = floats(job, (100,))
+    handles = job.submit_all("x", wire.Signature(kind, "float32", (100,), "sum", codec="fp16"), values)  # type: ignore[arg-type]
+    job.settle()
+    expected = values[0] + values[1]
+    for rank, handle in enumerate(handles):
+        mine = expected if kind == "allreduce" else np.split(expected, 2)[rank]
+        np.testing.assert_array_equal(job.result(rank, handle), mine)
 
 
 @every_seed

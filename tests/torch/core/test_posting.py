@@ -41,6 +41,8 @@ class Copied:
         self._all, self._error = submitted, error
 
     def post(self, wait: bool) -> bool:
+        if self.copying is None:
+            return True
         if wait:
             self.late.wait()
         if not self.late.done():
@@ -105,6 +107,7 @@ def test_a_failure_is_raised_to_who_waits_and_the_rest_is_given_up() -> None:
     poster.add(rest)
     fails.late.ended.set()
     assert fails.submitted.wait(60)
+    ended(poster)
     with pytest.raises(HorovodInternalError, match="rank 1 died"):
         poster.finish()
     assert not poster
@@ -113,12 +116,22 @@ def test_a_failure_is_raised_to_who_waits_and_the_rest_is_given_up() -> None:
     poster.finish()
 
 
-def test_the_failure_of_a_device_is_left_to_who_waits_and_the_next_copy_has_a_thread_again() -> None:
+def ended(poster: Poster) -> None:
+    """Waits until the thread has ended that has met a failure."""
+    thread = poster._thread
+    if thread is not None:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_any_failure_is_raised_to_who_waits_and_the_next_copy_has_a_thread_again() -> None:
+    """Of the device, or of what is done before something is submitted, after which it would seem to be."""
     poster, submitted = Poster(), list[Copied]()
     fails, rest = Copied(submitted, RuntimeError("CUDA error")), Copied(submitted)
     poster.add(fails)
     fails.late.ended.set()
     assert fails.submitted.wait(60)
+    ended(poster)
     with pytest.raises(RuntimeError, match="CUDA error"):
         poster.finish()
     poster.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusion_rt.torch.core import device, runtime
+from fusion_rt.torch.core import device, posting, runtime
 from tests.torch.cuda_fake.streams import FakeEvent, FakeGraph, FakeStream, Gpus, Transfer
 
 POISON = 77  # what memory has that nobody has written to, or that belongs to somebody else
@@ -213,6 +213,17 @@ class Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+def _as_here() -> Callable[[], None]:
+    """Stands for `device.as_here`: the thread that calls what this returns has `Factories`, too, as long as it runs."""
+    set_it = device.as_here()
+
+    def enter() -> None:
+        set_it()
+        Factories().__enter__()  # type: ignore[no-untyped-call]
+
+    return enter
+
+
 @contextmanager
 def fake_cuda(seed: int, count: int = 1) -> Iterator[Gpus]:
     """A context in which torch has GPUs, by a schedule of a seed, and the worker a new `device.Layer`. At its end
@@ -224,7 +235,12 @@ def fake_cuda(seed: int, count: int = 1) -> Iterator[Gpus]:
         "is_available": lambda: True, "cudart": lambda: gpus, "_lazy_init": lambda: None,
         "get_device_capability": lambda _: (9, 0),
     }  # fmt: skip
-    with mock.patch.multiple(torch.cuda, **calls), mock.patch.object(device, "layer", device.Layer()), Factories():  # type: ignore[no-untyped-call]
+    with (
+        mock.patch.multiple(torch.cuda, **calls),
+        mock.patch.object(device, "layer", device.Layer()),
+        mock.patch.object(posting, "as_here", _as_here),
+        Factories(),  # type: ignore[no-untyped-call]
+    ):
         yield gpus
         gpus.finish()
         if runtime.is_initialized():  # what stays of the arena is of no interest to the next GPU

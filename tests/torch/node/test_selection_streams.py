@@ -17,7 +17,7 @@ from tests.torch.cuda_fake.streams import FakeStream
 from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
 from tests.torch.node.test_streams import in_node, nccl
 from tests.torch.sync.test_gpu_selection import residuals
-from tests.torch.sync.test_gpu_selection_streams import CODECS, make, step_of
+from tests.torch.sync.test_gpu_selection_streams import CODECS, LENGTHS, make, step_of
 
 SCHEDULES = range(4)
 STEPS = range(6)
@@ -72,8 +72,10 @@ def test_training_is_that_of_daemons_that_combine_and_select(codec: str) -> None
 @pytest.mark.parametrize("codec", CODECS[1:2])
 @on_ranks
 def test_a_reduction_that_fails_while_it_is_selected_from_is_taken_back(codec: str) -> None:
-    """The rank that selects does not take what was under way on its GPU for a sum, and keeps nothing of it."""
+    """By the rank that selects, if it has noticed: what was under way on its GPU ends then, and is no sum. Where the
+    other rank has, the first one may have had the sum. From then on daemons combine and select."""
     for seed in SCHEDULES:
+        notices = seed % 2
         with nccl(), fake_cuda(seed) as gpus, selecting(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # who notices it says so
             with gpus.stream(FakeStream()):
@@ -81,7 +83,7 @@ def test_a_reduction_that_fails_while_it_is_selected_from_is_taken_back(codec: s
                 train(on_gpu, parameters, optimizer, range(4))
                 before = residuals(optimizer)
                 node = optimizer._sync.plan.node
-                if hvd.rank() == 0:
+                if hvd.rank() == notices:
                     reduce = node.reduce
 
                     def fail(*given: Any, node: Any = node, reduce: Any = reduce) -> Any:
@@ -93,6 +95,10 @@ def test_a_reduction_that_fails_while_it_is_selected_from_is_taken_back(codec: s
                 with pytest.raises(hvd.HorovodInternalError, match="could not"):
                     train(on_gpu, parameters, optimizer, range(4, 5))
                 after = residuals(optimizer)
-                for key in before if hvd.rank() == 0 else ():  # the other node has added its gradient
+                for key in before if hvd.rank() == notices == 0 else ():  # the other node has added its gradient
                     torch.testing.assert_close(after[key], before[key], rtol=0, atol=1e-4, msg=f"{key}, {seed}")
+                train(on_gpu, parameters, optimizer, range(5, 8))
+            everywhere = hvd.allgather_object([value_of(parameter) for parameter in parameters])
+            for number in range(len(LENGTHS)):
+                assert all(torch.equal(one[number], everywhere[0][number]) for one in everywhere), (seed, number)
             optimizer._sync.plan.close()
