@@ -206,6 +206,12 @@ def by_rule() -> list[ProcessSet]:
     return [process_set for process_set in runtime().ruled if process_set.process_set_id in known]
 
 
+def without_rule() -> list[topology.ProcessSet]:
+    """Returns the registered process sets of the script that have no rule."""
+    ruled = {GLOBAL_SET, *(process_set.process_set_id for process_set in by_rule())}
+    return [known for known in _of_all_ranks() if known.id not in ruled]
+
+
 def ranks_by_rule(process_sets: Sequence[ProcessSet]) -> tuple[tuple[int, ...], ...] | None:
     """Returns the ranks of process sets that have rules, none of which is registered in this membership yet; None if
     they cannot all be registered."""

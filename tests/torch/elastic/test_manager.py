@@ -112,6 +112,34 @@ def test_each_sample_counts_once_where_loaders_have_workers() -> None:
     assert same([counts for counts, _ in run(2)]) == [-EPOCHS] * SAMPLES
 
 
+def train_without_rule(worker: Worker) -> Any:
+    hvd.init()
+    model = Counting()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    state: Any = hvd.elastic.TorchState(model, optimizer, step=0)
+    told, steps = [], 0
+    with hvd.elastic.Manager(state) as manager:
+        for ranks in ([0, 1], [1, 2]):
+            process_set = hvd.add_process_set(ranks)
+            with pytest.raises(FusionError) as error, manager.step():
+                steps += 1
+            told.append(str(error.value))
+            hvd.remove_process_set(process_set)
+        with manager.step():
+            steps += 1
+    return told, steps
+
+
+@pytest.mark.multiprocess
+def test_a_process_set_without_a_rule_is_refused_before_anything_is_trained() -> None:
+    """New workers would register theirs, and wait in vain for the others."""
+    with ElasticJob(train_without_rule, hosts=BOTH) as job:
+        told, steps = same(job.finish())
+    for ranks, sentence in zip(([0, 1], [1, 2]), told, strict=True):
+        assert sentence.startswith(f"process set {ranks} has no rule, by which a Manager could register it again")
+    assert steps == 1
+
+
 def train_on(worker: Worker, faults: Sequence[Fault]) -> Any:
     """Trains four epochs with faults, each in the first step that is tried as so many have counted."""
     hvd.init()
