@@ -61,10 +61,11 @@ def test_a_daemon_that_stands_still_costs_no_worker(start, fusionrun, runtime_di
     """Its workers do not wait until it answers, and the others do not wait until these have given it up."""
     fusionrun.forks_daemons = False
     job = start("-np", "3", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1,127.0.0.2:1", **FAST)
-    before = [pid for _, pid in job.epoch(1, 3)]
+    number, ranks = job.epoch_from(1, 3)
+    before = [pid for _, pid in ranks]
     stopped = job.processes("fusiond")[0]
     stopped.suspend()
-    number, ranks = job.epoch_from(2, 2)
+    number, ranks = job.epoch_from(number + 1, 2)
     assert {pid for _, pid in ranks} < set(before)
     step = ranks[0][0]
     _, after = job.epoch_from(number + 1, 3)

@@ -58,9 +58,9 @@ def test_hosts_that_are_cut_off_are_left_behind_and_come_back(
         command=(sys.executable, WORKER),  # a child of its agent
         **FAST,
     )
-    (_, first), (_, second), (_, third) = job.epoch(1, 3)
+    number, ((_, first), (_, second), (_, third)) = job.epoch_from(1, 3)
     with lab.cut_off(0):  # and not from the launcher
-        number, ((step, pid), (_, other)) = job.epoch_from(2, 2)
+        number, ((step, pid), (_, other)) = job.epoch_from(number + 1, 2)
     assert (pid, other) == (second, third), "the larger part goes on"
     assert step > 0
     number, begun = job.epoch_from(number + 1, 3)
