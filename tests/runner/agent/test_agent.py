@@ -18,6 +18,7 @@ from fusion_rt.host.bootstrap import encode_line
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.protocol import agent_messages
 from tests.runner.conftest import FAKE_DAEMON, LASTING, ROOT
+from tests.runner.family import below
 
 pytestmark = pytest.mark.multiprocess
 
@@ -157,9 +158,8 @@ def test_pings_keep_it_going(start) -> None:
 def test_orphans_are_adopted_and_leave_no_zombies(start, until) -> None:
     agent = start("for n in 1 2 3 4 5; do (setsid sleep 0.1 &); done; sleep 0.5; echo up; sleep 600")
     agent.up()
-    below = psutil.Process(agent.process.pid)
     until(
-        lambda: sorted(child.name() for child in below.children(recursive=True)) == sorted(["python", "sh", "sleep"]),
+        lambda: sorted(name for _, name in below(agent.process.pid, "name")) == ["python", "sh", "sleep"],
         "the end of the orphans",
     )
     agent.send(agent_messages.Stop(0.0))

@@ -11,6 +11,7 @@ from typing import IO, Any
 import psutil
 
 from tests import forks
+from tests.runner.family import below
 
 WORKER = Path(__file__).with_name("worker.py")
 STARTED = re.compile(r"\[(\d+)\]<stdout>:epoch (\d+) rank (\d+) of (\d+) step (\d+) pid (\d+)")
@@ -89,5 +90,5 @@ class Job:
 
     def processes(self, word: str) -> list[psutil.Process]:
         """Its processes of a kind, by a word of their command lines, oldest first."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted((process for process in below if word in process.cmdline()), key=psutil.Process.create_time)
+        found = below(self.process.pid, "cmdline")
+        return sorted((process for process, words in found if word in words), key=psutil.Process.create_time)
