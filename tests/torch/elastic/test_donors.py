@@ -59,6 +59,34 @@ class Dealer:
         self.ranks = hvd.size()
 
 
+def take_steps(
+    worker: Worker,
+    state: Any,
+    model: torch.nn.Module,
+    optimizer: Any,
+    sizes: list[int],
+    pause: int = PAUSE,
+    writer: int | None = None,
+) -> None:
+    """Takes the rest of the steps, and notes how many ranks take each. After `pause` ranks wait for a word.
+
+    Args:
+        writer: who notes in the state how many ranks there are; None: all.
+    """
+    while state.step < STEPS:
+        optimizer.zero_grad()
+        loss_of(model, state.step, hvd.rank()).backward()
+        optimizer.step()
+        state.step += 1
+        if writer in (None, hvd.rank()):
+            state.note = f"by {hvd.size()}"
+        sizes.append(hvd.size())
+        state.commit()
+        if state.step == pause:
+            worker.say("paused")
+            worker.listen()
+
+
 def train(
     worker: Worker,
     algorithm: str = "allreduce",
@@ -89,18 +117,7 @@ def train(
     @hvd.elastic.run
     def run(state: Any) -> None:
         worker.say(contents(state))
-        while state.step < STEPS:
-            optimizer.zero_grad()
-            loss_of(model, state.step, hvd.rank()).backward()
-            optimizer.step()
-            state.step += 1
-            if writer in (None, hvd.rank()):
-                state.note = f"by {hvd.size()}"
-            sizes.append(hvd.size())
-            state.commit()
-            if state.step == pause:
-                worker.say("paused")
-                worker.listen()
+        take_steps(worker, state, model, optimizer, sizes, pause, writer)
 
     try:
         run(state)
@@ -123,17 +140,7 @@ def train_by_parts_made_anew(worker: Worker) -> Any:
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
         if not sizes:
             worker.say(contents(state))
-        while state.step < STEPS:
-            optimizer.zero_grad()
-            loss_of(model, state.step, hvd.rank()).backward()
-            optimizer.step()
-            state.step += 1
-            state.note = f"by {hvd.size()}"
-            sizes.append(hvd.size())
-            state.commit()
-            if state.step == PAUSE:
-                worker.say("paused")
-                worker.listen()
+        take_steps(worker, state, model, optimizer, sizes)
 
     run(state)
     return {"sizes": sizes, "contents": contents(state)}
