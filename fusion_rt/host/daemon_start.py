@@ -99,6 +99,7 @@ def start(config: DaemonConfig, root: str, timeout: float) -> StartedDaemon:
             start_new_session=True,
         )
     assert process.stdin is not None
+    assert process.stdout is not None
     try:
         answer = _introduce(process, encode_line(config), timeout)
         if isinstance(answer, StartError):
@@ -109,7 +110,9 @@ def start(config: DaemonConfig, root: str, timeout: float) -> StartedDaemon:
     except BaseException:
         process.kill()
         process.wait()
-        process.stdin.close()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # it has ended before it was told anything
+                pipe.close()
         raise
     return StartedDaemon(process, log, answer)
 

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace as with_place
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -82,6 +84,21 @@ def test_why_a_daemon_does_not_start_is_said(runtime_dir: Path, monkeypatch: pyt
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "0.2")
     with pytest.raises(FusionError, match=r"did not come up within 0\.2 s"):
         autostart.start(where, ALONE, Settings.from_env())
+
+
+@pytest.mark.multiprocess
+def test_why_a_daemon_does_not_start_is_said_if_it_has_ended_before_it_was_told_anything(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    monkeypatch.setattr(daemon_start, "DAEMON_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such luck')"))
+    with pytest.raises(FusionError, match=r"(?s)ended with status 1\. Its log .*no such luck"):
+        autostart.start(detect({}), ALONE, Settings.from_env())
 
 
 @pytest.mark.multiprocess
