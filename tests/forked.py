@@ -4,6 +4,7 @@ It stands for the fork among the launcher's children: signals that it gets are p
 the fork, with all that is in its session. It imports little, since it is started for each worker.
 """
 
+import contextlib
 import os
 import pickle
 import signal
@@ -24,8 +25,18 @@ socket.send_fds(sock, [pickle.dumps((arguments, network, environment, os.getcwd(
 for fd in (theirs, *kept):
     os.close(fd)
 pid = int(sock.recv(16))
+
+
+def pass_on(number: int, frame: object) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:  # it has no session of its own yet, or has ended
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 for number in PASSED_ON:
-    signal.signal(number, lambda number, frame: os.killpg(pid, number))
+    signal.signal(number, pass_on)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 ended = int(os.read(status, 16) or -signal.SIGKILL)
 if ended >= 0:

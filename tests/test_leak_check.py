@@ -21,7 +21,7 @@ BODIES = {  # of tests that are watched, which run one after the other
     "orphan": "subprocess.run('setsid sleep 987.125 & until grep -q ^sleep /proc/$!/cmdline; do sleep 0.01; done', "
     "shell=True, check=True)",
     "file": "os.open('/dev/shm/leak-check-example', os.O_CREAT | os.O_RDWR)",
-    "thread": "threading.Thread(target=time.sleep, args=(4,), name='x').start()",
+    "thread": "threading.Thread(target=time.sleep, args=(8,), name='x').start()",
     "descriptors": "socket.socket(socket.AF_UNIX).detach(); os.memfd_create('arena-example')",
     "lab": "from benchmarks.netlab import Netlab; Netlab(1).__enter__()",  # which goes with its process
 }

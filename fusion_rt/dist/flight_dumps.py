@@ -105,11 +105,14 @@ class FlightDumps:
         self._ask_store(self._tell_all)
 
     def _tell_all(self) -> None:
-        """Has all ranks write theirs, unless another one has."""
+        """Has all ranks write theirs, or waits until another one has: this one may serve the store, and be about to
+        end."""
+        told = f"{self._scope}.told"
         if self._store.add(f"{self._scope}.failures", 1) == 1:
             for rank in range(self._size):
                 self._store.set(f"{self._scope}.{rank}", "write")
-            self._store.check([f"{self._scope}.failures"])  # the answer says that all above has arrived
+            self._store.set(told, "")
+        self._store.wait([told], timedelta(seconds=_ANSWER_S))
 
     @staticmethod
     def _ask_store(ask: Callable[[], object]) -> None:

@@ -248,7 +248,9 @@ class TestRelay:
     def test_packets_can_be_dropped_in_one_direction_and_a_rate_changed_beside_a_relay(self) -> None:
         with Netlab(2, path=Path(delay=0.001)) as lab:
             lab.set_rate(0, "50mbit")
-            argv = [sys.executable, "-c", PING.replace("settimeout(20)", "settimeout(0.3)"), lab.hosts[1].name]
+            hasty = PING.replace("settimeout(20)", "settimeout(0.3)")
             with lab.dropping(0, 1):
+                argv = [sys.executable, "-c", hasty, lab.hosts[1].name]
                 assert lab.run(0, argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL).wait(TIMEOUT_S) == 1
+            argv = [sys.executable, "-c", PING, lab.hosts[1].name]
             assert lab.run(0, argv, stdout=subprocess.DEVNULL).wait(TIMEOUT_S) == 0

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,24 @@ def test_the_last_operations_are_written_when_a_pipe_or_a_failure_says_so(
     failing.end(failed=True)
     assert _numbers(written) == [3, 4, 5]
     assert [path.name for path in written.parent.iterdir()] == ["rank_7"]
+
+
+def test_a_rank_that_fails_goes_on_when_all_have_been_told_by_whoever_failed_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be the one that serves the store, and end then."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
+    store = dist.HashStore()
+    dumps = FlightDumps(store, "job", 0, 2)
+    store.add("fusion/job/flight.failures", 1)  # the other one has only begun to tell
+    fails = threading.Thread(target=dumps.write_everywhere)
+    fails.start()
+    fails.join(0.2)
+    assert fails.is_alive()
+    store.set("fusion/job/flight.told", "")
+    fails.join(60)
+    assert not fails.is_alive()
+    dumps.close()
 
 
 def test_nothing_is_recorded_unless_a_variable_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

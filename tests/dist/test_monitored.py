@@ -14,7 +14,7 @@ from tests.harness import Job
 pytestmark = pytest.mark.multiprocess
 
 LATE = (1, 3)
-LIMIT = timedelta(seconds=1.0)
+LIMIT = timedelta(seconds=3.0)  # in which a rank that is not late has to come
 
 
 def _meet(store: str, late: tuple[int, ...], name_all: bool) -> str:
@@ -41,5 +41,5 @@ def test_all_pass_when_all_have_come(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name_all", "who"), [(False, "Rank 1"), (True, "Ranks 1, 3")])
 def test_the_first_rank_says_who_is_missing(job: Job, tmp_path: Path, name_all: bool, who: str) -> None:
     first, _, other, _ = job.run(_meet, str(tmp_path / "store"), LATE, name_all)
-    assert first == f"{who} failed to pass monitoredBarrier in 1000 ms"
+    assert first == f"{who} failed to pass monitoredBarrier in 3000 ms"
     assert other.startswith("Rank 2 successfully reached monitoredBarrier, but received errors")

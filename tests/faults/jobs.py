@@ -127,6 +127,7 @@ class Workers:
         self._count = count
         self._computing = computing
         self._ranks = ranks
+        self._counting = threading.Lock()  # nobody counts between what the last step is made of and its being set
         self._last = 1 << 30  # the step before which all of them stop
         self.steps = dict.fromkeys(clients, 0)
         self.wrong: list[tuple[int, int]] = []
@@ -139,12 +140,12 @@ class Workers:
     def _work(self, client: Client) -> None:
         rank = client.rank
         try:
-            while self.steps[rank] < self._last:
-                step = self.steps[rank]
+            while (step := self.steps[rank]) < self._last:
                 result = add(client, step, self._count)
                 if not np.array_equal(result, total(self._ranks, step, self._count)):
                     self.wrong.append((rank, step))
-                self.steps[rank] += 1
+                with self._counting:
+                    self.steps[rank] += 1
                 time.sleep(self._computing)
         except HorovodInternalError as error:
             self.raised[rank] = time.monotonic()
@@ -167,7 +168,8 @@ class Workers:
 
     def stop(self) -> None:
         """Stops all after the same step; call it while every rank can still go on."""
-        self._last = max(self.steps.values()) + 3
+        with self._counting:
+            self._last = max(self.steps.values()) + 3
         self.join()
 
     def join(self) -> None:

@@ -89,7 +89,7 @@ def test_a_daemon_whose_interpreter_hangs_is_noticed_and_writes_where_it_is(
     nemesis.hang(tmp_path / "hang.1", 5.0)
     failure = job.wait_until(lambda status: status["state"] == "failed")["failure"]
     assert re.match(r"node 1 \(host host1\) is lost: .*silent", failure)
-    assert "Stack (most recent call first)" in job.log(1)  # written while it hangs, which needs no GIL
+    wait(lambda: "Stack (most recent call first)" in job.log(1), "its stack")  # while it hangs: that needs no GIL
     workers.join()
     assert workers.errors[0] == failure
     assert workers.wrong == []

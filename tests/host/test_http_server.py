@@ -110,7 +110,7 @@ def test_a_page_that_fails_ends_one_connection_and_is_logged(serve: Serve, caplo
 
 
 def test_who_does_not_take_his_answer_in_time_does_not_get_it(serve: Serve) -> None:
-    port = serve(seconds=0.2)
+    port = serve(seconds=1.0)
     server = serve.servers[0]
     with connect(port) as sock:
         sock.sendall(b"GET /long HTTP/1.0\r\n\r\n")

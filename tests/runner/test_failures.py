@@ -125,21 +125,22 @@ def test_hosts_that_are_not_up_in_time_are_named(fusionrun) -> None:
     fusionrun.file("to", '#!/bin/sh\n[ $1 = gamma ] && exec sleep 600\nshift\nexec "$@"\n', executable=True)
     result = fusionrun.python(
         "import time; time.sleep(600)",
-        *("-H", "alpha,beta,gamma", "--start-timeout", "4s", "--network-interface", "lo"),
+        *("-H", "alpha,beta,gamma", "--start-timeout", "8s", "--network-interface", "lo"),
         *("--rsh-agent", f"{fusionrun.directory}/to {{host}}"),
         np=3,
         FAKE_DAEMON="silent@1",
     )
     assert result.returncode == 1
     assert result.stderr.splitlines()[-2:] == [
-        "fusionrun: host beta: its daemon did not listen within 4 s (--start-timeout)",
-        "fusionrun: host gamma: it did not answer within 4 s (--start-timeout)",
+        "fusionrun: host beta: its daemon did not listen within 8 s (--start-timeout)",
+        "fusionrun: host gamma: it did not answer within 8 s (--start-timeout)",
     ]
 
 
 def test_hosts_that_cannot_be_reached_are_named_all(fusionrun) -> None:
     fusionrun.file("to", '#!/bin/sh\necho "no route to $1" >&2\nexit 255\n', executable=True)
-    result = fusionrun("-H", "alpha,beta", "--rsh-agent", f"{fusionrun.directory}/to {{host}}", "true")
+    how = ("-H", "alpha,beta", "--rsh-agent", f"{fusionrun.directory}/to {{host}}")
+    result = fusionrun(*how, "true", TEST_SETTLE="60")  # both are waited for, however late the second one is
     assert result.returncode == 1
     assert sorted(result.stderr.splitlines()) == [
         f"fusionrun: host {host}: it cannot be reached with `{fusionrun.directory}/to {host}`: no route to {host}"

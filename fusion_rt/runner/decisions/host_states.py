@@ -111,8 +111,8 @@ class HostStates:
 
     @property
     def are_starting(self) -> bool:
-        """Tells whether a daemon is about to listen; it has a limit of its own for that."""
-        return any(state.listen_until < math.inf for state in self.present.values())
+        """Tells whether an agent is about to answer, or a daemon to listen; they have a limit of their own for that."""
+        return any(not state.is_fit or state.listen_until < math.inf for state in self.present.values())
 
     def note_up(self, host: str, serial: int, endpoint: Endpoint) -> None:
         """A daemon listens. While others are in an epoch, they hear of it when its host has been seen to reach them: a

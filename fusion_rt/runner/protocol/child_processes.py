@@ -14,13 +14,13 @@ which a grandchild leaves with one call; psutil, which takes 30 ms to import.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -54,7 +54,7 @@ class Child:
     def signal(self, number: int) -> None:
         """Sends a signal to it and what else is in its process group, if it still runs."""
         if not self.exit.done():
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Children:
         Raises:
             OSError: the program cannot be run.
         """
-        with contextlib.ExitStack() as its_ends, contextlib.ExitStack() as undo:
+        with ExitStack() as its_ends, ExitStack() as undo:
             its_input, stdin = subprocess.DEVNULL, None
             if has_input:
                 its_input, end = _pipe(its_ends, undo, is_input=True)
@@ -145,7 +145,7 @@ class Children:
                     exit_status.set_result(process.returncode)
 
 
-def _pipe(its_ends: contextlib.ExitStack, undo: contextlib.ExitStack, is_input: bool) -> tuple[int, IO[bytes]]:
+def _pipe(its_ends: ExitStack, undo: ExitStack, is_input: bool) -> tuple[int, IO[bytes]]:
     """Makes a pipe to or from a child: the child's end, and this process's.
 
     Args:
@@ -243,9 +243,7 @@ def _stat(pid: int) -> list[bytes]:
 
 def _signal(pids: Sequence[int], number: int) -> None:
     for pid in pids:
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # ended meanwhile; another user's: the caller returns it
+        with suppress(ProcessLookupError, PermissionError):  # ended meanwhile; another user's: the caller returns it
             os.kill(pid, number)
 
 

@@ -97,10 +97,9 @@ class Poster:
             begin()
             while self._has_more():
                 pause = _SHORT if self._try(pause) else min(1.25 * pause, _LONG)
-        except Exception as error:  # the device, or the job, has failed: whoever calls `finish` is told
+        except RuntimeError:  # the device has failed: whoever calls `finish` is told
             with self.alone:
-                self._thread, self.failure = None, self.failure or error
-                self._queue.clear()
+                self._thread = None
 
     def _has_more(self) -> bool:
         """Tells whether there is something to submit, maybe after waiting; if there has been nothing for long, the
@@ -122,7 +121,13 @@ class Poster:
         with self.alone:
             if head is None or not self._queue or self._queue[0] is not head:  # it has been submitted, or given up
                 return True
-            if submitted := head.post(wait=False):
+            try:
+                submitted = head.post(wait=False)
+            except Exception as error:  # it may count as submitted, and not be
+                self.failure = self.failure or error
+                self._queue.clear()
+                return True
+            if submitted:
                 self._queue.popleft()
             return submitted
 

@@ -27,6 +27,7 @@ except Exception as error:
     print(repr(str(error)), flush=True)
 sys.stdin.read()
 """
+LATER = f"sys.stdin.readline()\n{SUBMIT}"  # when it is told to: who is missing then is asked only once
 # A script of its own, so that its lines can be read.
 SCRIPT = """\
 import ctypes, time
@@ -37,6 +38,13 @@ def slow():
 
 slow()
 """
+
+
+def tell(process: subprocess.Popen[bytes]) -> None:
+    """Lets a process go on that reads a line."""
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
 
 
 def script_of(directory: Path, body: str) -> str:
@@ -75,9 +83,10 @@ def log_until(job: Daemons, text: str) -> str:
 def test_a_rank_that_sleeps_in_its_own_code_is_shown_with_the_line(daemons: MakeDaemons, tmp_path: Path) -> None:
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1s", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4s"}
     job = daemons(1, 1, **limits).start()
-    waits = job.worker_process(0, SUBMIT)
+    waits = job.worker_process(0, LATER)
     sleeps = job.worker_process(1, script_of(tmp_path, "time.sleep(300)"))
     assert read_line(sleeps) == "here"
+    tell(waits)
     where = f"    {tmp_path}/train.py:5 in slow: time.sleep(300)"
     head = f"rank 1 (host host1, pid {sleeps.pid}, sleeping (S)), most recent call first:"
     log = log_until(job, "most recent call first")
@@ -95,24 +104,24 @@ def test_a_rank_that_sleeps_in_its_own_code_is_shown_with_the_line(daemons: Make
 
 def test_a_rank_that_holds_the_gil_in_c_is_shown(daemons: MakeDaemons, tmp_path: Path) -> None:
     job = daemons(2, HOROVOD_STALL_CHECK_TIME_SECONDS="1s").start()
-    waits = job.worker_process(0, SUBMIT)
+    waits = job.worker_process(0, LATER)
     body = "ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)"
     stuck = job.worker_process(1, script_of(tmp_path, f"{body}; print('read', flush=True)") + f"\n{SUBMIT}")
     assert read_line(stuck) == "here"
+    tell(waits)
     log_until(job, f"    {tmp_path}/train.py:5 in slow: {body}")
-    assert stuck.stdin is not None
-    stuck.stdin.write(b"x")
-    stuck.stdin.flush()
+    tell(stuck)
     assert read_line(stuck) == "read"  # the system call has gone on
     assert [read_line(waits), read_line(stuck)] == ["done", "done"]
 
 
 def test_a_rank_that_is_stopped_is_told_as_such(daemons: MakeDaemons, tmp_path: Path) -> None:
     job = daemons(2, HOROVOD_STALL_CHECK_TIME_SECONDS="1s").start()
-    waits = job.worker_process(0, SUBMIT)
+    waits = job.worker_process(0, LATER)
     stopped = job.worker_process(1, script_of(tmp_path, "input()") + f"\n{SUBMIT}")
     assert read_line(stopped) == "here"
     stopped.send_signal(signal.SIGSTOP)
+    tell(waits)
     try:
         expected = (
             f"rank 1 (host host0, pid {stopped.pid}, stopped (T)): no answer: the process is stopped (state T in /proc)"
@@ -120,9 +129,7 @@ def test_a_rank_that_is_stopped_is_told_as_such(daemons: MakeDaemons, tmp_path: 
         log_until(job, expected)
     finally:
         stopped.send_signal(signal.SIGCONT)
-    assert stopped.stdin is not None
-    stopped.stdin.write(b"\n")
-    stopped.stdin.flush()
+    tell(stopped)
     assert [read_line(waits), read_line(stopped)] == ["done", "done"]
 
 

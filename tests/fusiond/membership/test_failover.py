@@ -17,12 +17,13 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.client import Client, terms
 from fusion_rt.core.errors import HorovodInternalError
-from tests.fusiond.processes import JOB, TIMEOUT_S, Daemons, kill, together
+from tests.fusiond.processes import JOB, NO_LIMITS, TIMEOUT_S, Daemons, kill, together
 
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
 TENSORS = (wire.TensorSpec("w", "float32", (1000,)),)
-TOLERANT = {"FUSION_TOLERATE_LOSSES": "1", "FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "1s"}
+TOLERANT = {**NO_LIMITS, "FUSION_TOLERATE_LOSSES": "1"}  # a connection that is closed is noticed without a limit
+SILENCE = {"FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "6s"}
 LAST_WORDS_S = 20.0
 COMPUTING_S = 0.002  # between two steps
 
@@ -202,7 +203,7 @@ def test_who_has_come_back_does_not_wait_for_a_worker_that_is_lost(daemons: Make
 
 
 def test_a_daemon_that_was_stopped_and_given_up_says_so_when_it_goes_on(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1, 1, **TOLERANT).start()
+    job = daemons(1, 1, 1, **{**TOLERANT, **SILENCE}).start()
     with training(job) as trainers:
         for trainer in trainers.values():
             trainer.go_on()

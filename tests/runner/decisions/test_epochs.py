@@ -926,6 +926,21 @@ def test_a_job_waits_no_longer_than_it_may() -> None:
     )
 
 
+def test_agents_and_daemons_have_a_limit_of_their_own_for_coming_up() -> None:
+    world = World("a:1,b:1", Limits(2, 2, timeout=1, start=30))
+    world.wait(20)
+    assert world.ended is None, "the agents have not answered yet"
+    world.answer("a")
+    world.listen("a")
+    world.wait(5)
+    assert world.ended is None, "that of b has not"
+    world.wait(10)
+    assert world.last_words() == (
+        "fusionrun: the job needs 2 workers, and the slots there are (a:1) did not suffice for 1 s "
+        "(--elastic-timeout); before that: host b: it did not answer within 30 s (--start-timeout)"
+    )
+
+
 def test_a_job_that_as_many_workers_are_no_use_for_waits_for_another_number() -> None:
     world = World("a:1,b:1,c:1", Limits(3, 1, timeout=60, resets=2))
     world.up()

@@ -11,7 +11,10 @@ import torch
 
 import fusion_rt.torch as hvd
 
-STOP = Path(sys.argv[1]) / "stop"
+STOP, HOLD = Path(sys.argv[1]) / "stop", Path(sys.argv[1]) / "hold"
+
+while os.environ.get("FUSION_ELASTIC_PROVISIONAL") and HOLD.exists():  # new workers come after what a test waits for
+    time.sleep(0.01)
 
 hvd.init()
 torch.manual_seed(hvd.rank())  # what is equal later has been brought to all

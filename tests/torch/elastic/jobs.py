@@ -373,10 +373,14 @@ class ElasticJob:
 
     def _attach(self, connection: socket.socket) -> None:
         host = self._strangers.pop(connection)
-        message = elastic.decode_from_worker(connection.recv(elastic.MAX_PACKET))
-        assert isinstance(message, elastic.Attach)
-        hand = next(hand for hand in self.hands if (hand.host, hand.slot) == (host, message.slot) and hand.alive)
-        hand.agent = connection
+        data = connection.recv(elastic.MAX_PACKET)
+        message = elastic.decode_from_worker(data) if data else None
+        slot = message.slot if isinstance(message, elastic.Attach) else None
+        hands = [hand for hand in self.hands if (hand.host, hand.slot) == (host, slot) and hand.alive]
+        if hands:
+            hands[0].agent = connection
+        else:  # it was killed before it was heard
+            connection.close()
 
     def _read(self, hand: Hand) -> None:
         assert hand.agent is not None
