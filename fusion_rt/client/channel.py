@@ -335,13 +335,19 @@ class Channel:
         self._wake()
 
     def leave(self, message: str) -> None:
-        """Fails with this message, and waits until no thread reads the socket, which can be used again then."""
+        """Fails with this message, and waits for a while until no thread reads the socket."""
         self.fail(message, daemon_goes_on=True)
-        if self._lock.acquire(timeout=_LOOK):  # not for ever: this may be a signal's handler, and the thread that reads
-            self._waiting += 1
-            self._changed.wait_for(lambda: not self.reading, 2 * _LOOK)
-            self._waiting -= 1
-            self._lock.release()
+        self.await_reader(2 * _LOOK)  # not for ever: this may be a signal's handler, and the thread that reads
+
+    def await_reader(self, seconds: float) -> bool:
+        """Waits until no thread reads the socket, which can be used again then. Returns whether none does."""
+        if not self._lock.acquire(timeout=_LOOK):
+            return False
+        self._waiting += 1
+        is_free = self._changed.wait_for(lambda: not self.reading, seconds)
+        self._waiting -= 1
+        self._lock.release()
+        return is_free
 
     def close(self) -> None:
         """Ends the connection."""

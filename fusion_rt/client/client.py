@@ -73,7 +73,12 @@ class Client:
         self.rank = rank
         self._pid = os.getpid()
         self._formation = formation
-        sock = joining.connect(path, timeout, listened) if previous is None else previous.channel.socket
+        if previous is None:
+            sock = joining.connect(path, timeout, listened)
+        elif previous.channel.await_reader(timeout):
+            sock = previous.channel.socket
+        else:
+            raise FusionError(f"a thread of rank {rank} has read messages of the job that it left for {timeout:g} s")
         self.channel: Channel = Channel(sock, rank, is_elastic=formation > 0)
         self.wait, self.poll = self.channel.wait, self.channel.poll
         self.arena = Arena(self._offer, self._drop)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.client import Client
+from fusion_rt.client import Client, channel
 from fusion_rt.core.errors import FusionError, HorovodInternalError, WireError
 from fusion_rt.host.arena import Segment
 from tests.client.daemon import SUM, TIMEOUT_S, WELCOME, Daemon, failure
@@ -123,6 +123,32 @@ def test_every_thread_that_waits_hears_that_the_client_has_left(daemon: Daemon, 
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert errors == ["fusion_rt has been shut down on this rank"] * 2
+
+
+def test_a_client_that_comes_back_waits_for_a_thread_that_still_reads_for_the_one_before(
+    daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take what the daemon says to the new one."""
+    operation = client.submit("x", SUM, inline=bytes(8))
+    reads = threading.Thread(target=failure, args=(client, operation))
+    reads.start()
+    while not client.channel.reading:
+        time.sleep(0)
+    monkeypatch.setattr(channel, "_LOOK", 0.001)  # as if that thread had no processor for long
+    client.leave()
+    returned: list[Client] = []
+    returns = threading.Thread(target=lambda: returned.append(Client("", "job", 1, TIMEOUT_S, client)))
+    returns.start()
+    message, fd = daemon.receive_with_descriptor()
+    while not isinstance(message, wire.Hello):
+        message, fd = daemon.receive_with_descriptor()
+    os.close(fd)
+    assert not client.channel.reading
+    daemon.send(WELCOME)
+    for thread in (reads, returns):
+        thread.join(TIMEOUT_S)
+    (after,) = returned
+    after.close()
 
 
 def test_an_answer_to_an_operation_that_has_failed_meanwhile_is_dropped(daemon: Daemon, client: Client) -> None:
