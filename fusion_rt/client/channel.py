@@ -340,7 +340,8 @@ class Channel:
         self.await_reader(2 * _LOOK)  # not for ever: this may be a signal's handler, and the thread that reads
 
     def await_reader(self, seconds: float) -> bool:
-        """Waits until no thread reads the socket, which can be used again then. Returns whether none does."""
+        """Waits, at most so long, until no thread reads the socket, which can be used again then. Returns whether none
+        does."""
         if not self._lock.acquire(timeout=_LOOK):
             return False
         self._waiting += 1

@@ -56,7 +56,8 @@ class Client:
 
     Raises:
         DaemonGone: the daemon ends without an answer.
-        FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
+        FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time; or a thread
+            still waits for an operation of `previous`.
     """
 
     def __init__(
@@ -78,7 +79,10 @@ class Client:
         elif previous.channel.await_reader(timeout):
             sock = previous.channel.socket
         else:
-            raise FusionError(f"a thread of rank {rank} has read messages of the job that it left for {timeout:g} s")
+            raise FusionError(
+                f"rank {rank} cannot come back to job {job!r}: one of its threads still waits for an operation from "
+                "before it left; end that thread"
+            )
         self.channel: Channel = Channel(sock, rank, is_elastic=formation > 0)
         self.wait, self.poll = self.channel.wait, self.channel.poll
         self.arena = Arena(self._offer, self._drop)

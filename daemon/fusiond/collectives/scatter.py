@@ -185,8 +185,8 @@ def _reduce(agreed: Agreed) -> ReduceScatter:
 
 def _scatter(agreed: Agreed, places: Sequence[Array | None], ranges: Sequence[tuple[int, int]]) -> ReduceScatter:
     sources = [part.values for part in agreed.local]
-    codec = agreed.codec if agreed.port.nodes > 1 else Dense()  # whose kernels nobody has prepared for one node
-    opened = codec.open(agreed.layout)
+    # One node encodes nothing, and so nobody has prepared the codec's kernels.
+    opened = (agreed.codec if agreed.port.nodes > 1 else Dense()).open(agreed.layout)
     return ReduceScatter(agreed.port, agreed.reducer, opened, sources, places, ranges, agreed.homes, agreed.here)
 
 

@@ -77,7 +77,7 @@ class Poster:
 
         Raises:
             HorovodInternalError: the job has failed.
-            RuntimeError: the device has.
+            RuntimeError: the device has, or what is done with its results before they are submitted.
         """
         with self.alone:
             while self._queue:
@@ -123,7 +123,7 @@ class Poster:
                 return True
             try:
                 submitted = head.post(wait=False)
-            except Exception as error:  # it may count as submitted, and not be
+            except Exception as error:  # kept, since `post` may do nothing when it is called again
                 self.failure = self.failure or error
                 self._queue.clear()
                 return True

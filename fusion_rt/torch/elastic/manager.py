@@ -140,9 +140,9 @@ class Manager:
             SystemExit: there is no place for this worker any more.
             FusionError: the agent is gone; or, in an elastic job, a process set has no rule.
         """
-        if self._passage is not None and (unruly := process_sets.without_rule()):
+        if self._passage is not None and (lacking := process_sets.without_rule()):
             raise FusionError(
-                f"process set {list(unruly[0].ranks)} has no rule, by which a Manager could register it again when "
+                f"process set {list(lacking[0].ranks)} has no rule, by which a Manager could register it again when "
                 "workers come or go; add it with one, hvd.add_process_set(lambda size: ...), or train in a function of "
                 "hvd.elastic.run, which adds it again"
             )

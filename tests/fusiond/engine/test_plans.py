@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.topk import TopK
 from fusion_rt.kernels import cpu
+from fusion_rt.kernels.machine_code import KernelError
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond.core.errors import RequestError
 from tests.fusiond.simulation import GARBAGE, Array, Node, SimulatedJob
@@ -111,6 +113,34 @@ def test_kernels_that_homes_reduce_with_are_compiled_beside_the_event_loop(
     job.settle()
     assert set(prepared) == {"float32"}
     assert all(any(node.engine._plans) for node in job.nodes)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "what"),
+    [
+        (wire.Reduction(algorithm="bsp"), "elements of float32"),
+        (wire.Reduction(codec="topk(density=0.1)"), r"the codec topk\(density=0\.1\)"),
+    ],
+)
+def test_a_job_whose_kernels_cannot_be_had_fails_with_a_sentence(
+    reduction: wire.Reduction, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise KernelError("the compiler ran out of memory")
+
+    monkeypatch.setattr(cpu, "prepare", fails)
+    monkeypatch.setattr(TopK, "open", fails)
+    monkeypatch.setattr(Node, "has_kernels", lambda *_: False)
+    job = SimulatedJob([1, 1])
+    for rank in job.ranks:
+        job.propose(rank, replace(PROPOSAL, reduction=reduction))
+    while job.step():
+        pass
+    assert not any(any(node.engine._plans) for node in job.nodes)
+    for number, node in enumerate(job.nodes):
+        assert re.fullmatch(
+            f"the daemon of host host{number} cannot use {what}: the compiler ran out of memory", node.failure
+        )
 
 
 @layouts

@@ -115,8 +115,8 @@ def test_a_failure_is_raised_to_who_waits_and_the_rest_is_given_up() -> None:
     poster.finish()
 
 
-def test_any_failure_is_raised_to_who_waits_and_the_next_copy_has_a_thread_again() -> None:
-    """Of the device, or of what is done before something is submitted, after which it would seem to be."""
+def test_any_failure_is_raised_to_who_waits_and_what_is_added_next_is_submitted() -> None:
+    """Something whose submission has failed in the thread does nothing when it is asked to submit again."""
     poster, submitted = Poster(), list[Copied]()
     fails, rest = Copied(submitted, RuntimeError("CUDA error")), Copied(submitted)
     poster.add(fails)
