@@ -79,6 +79,7 @@ def test_hosts_that_are_cut_off_are_left_behind_and_come_back(
     changes = "\n".join(job.changes())
     gone = f"host {hosts[2]}: its agent does not answer, and other hosts cannot reach it"
     told = [f": 2 workers on hosts {hosts[1]}, {hosts[2]} (", f"(host {hosts[0]} was added)", gone]
-    places = [changes.find(text) for text in (*told, f"(host {hosts[2]} was added)")]
+    # For the last time: a busy machine may have taken that host for lost before, too.
+    places = [*(changes.find(text) for text in told), changes.rfind(f"(host {hosts[2]} was added)")]
     assert -1 not in places, changes
     assert places == sorted(places), changes
