@@ -317,7 +317,7 @@ def test_a_released_host_ends_its_workers_and_itself(start: Callable[..., Elasti
     agent.send(agent_messages.Release("no room"))
     said = agent.rest()
     printed = b"".join(message.data for message in said if isinstance(message, agent_messages.Output))
-    assert printed.count(b"no room\n") == 2
+    assert printed.count(b"no room") == 2  # their lines may be mixed
     assert isinstance(said[-1], agent_messages.Stopped)
     assert not [message for message in said if isinstance(message, agent_messages.Exited)]
     assert agent.process.wait(60) == 0
