@@ -4,6 +4,8 @@ In the forward pass the ranks exchange, in one message, how many elements they h
 channel; in the backward pass two sums a channel. Variances are combined from the ranks' own, around their own means
 (T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979). That
 loses nothing where the mean is large; sums of squares would.
+
+Derivatives are those of the sum of all ranks' losses, of any order (`create_graph=True`), if all ranks ask for them.
 """
 
 from __future__ import annotations
@@ -60,11 +62,12 @@ class SyncBatchNorm(_BatchNorm):
         of_batch = self.training or not self.track_running_stats
         if not of_batch or not takes_part(process_set):
             return super().forward(input)
-        count, mean, variance = _statistics(input, process_set)
+        elements, mean, variance = _Statistics.apply(input, process_set)  # type: ignore[no-untyped-call]
+        count = float(elements)
         if count <= 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got {count:.0f} on all ranks")
         if self.training and self.track_running_stats:
-            self._track(mean, variance * (count / (count - 1)))
+            self._track(mean.detach(), variance.detach() * (count / (count - 1)))
         inverse = torch.rsqrt(variance + self.eps)
         return _Normalize.apply(  # type: ignore[no-any-return, no-untyped-call]
             input, self.weight, self.bias, mean, inverse, count, process_set
@@ -83,25 +86,55 @@ class SyncBatchNorm(_BatchNorm):
             running.lerp_(new.to(running.dtype), weight)
 
 
-def _statistics(input: torch.Tensor, process_set: ProcessSet) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Returns, over all ranks, elements a channel, and mean and biased variance ([C], on the input's device)."""
-    with torch.no_grad():
-        channels = input.shape[1]
-        if input.numel():
-            variance, mean = torch.var_mean(_wide(input), dim=_other_dims(input), correction=0)
-        else:
-            mean = variance = torch.zeros(channels, dtype=_wide(input).dtype, device=input.device)
-        own = torch.cat([mean.new_tensor([input.numel() // max(channels, 1)]), mean, variance])
-        everybodys = allgather(own.cpu().view(1, -1), process_set=process_set).double()
-        counts, means, variances = everybodys[:, :1], everybodys[:, 1 : channels + 1], everybodys[:, channels + 1 :]
-        count = float(counts.sum())
-        total_mean = (counts * means).sum(0) / max(count, 1)
-        total_variance = (counts * (variances + (means - total_mean).square())).sum(0) / max(count, 1)
-        return count, total_mean.to(mean), total_variance.to(mean)
+def _statistics(input: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns, over all ranks, elements a channel (float64), mean and biased variance ([C], on the input's device)."""
+    channels = input.shape[1]
+    if input.numel():
+        variance, mean = torch.var_mean(_wide(input), dim=_other_dims(input), correction=0)
+    else:
+        mean = variance = torch.zeros(channels, dtype=_wide(input).dtype, device=input.device)
+    own = torch.cat([mean.new_tensor([input.numel() // max(channels, 1)]), mean, variance])
+    everybodys = allgather(own.cpu().view(1, -1), process_set=process_set).double()
+    counts, means, variances = everybodys[:, :1], everybodys[:, 1 : channels + 1], everybodys[:, channels + 1 :]
+    count = counts.sum()
+    total_mean = (counts * means).sum(0) / max(float(count), 1)
+    total_variance = (counts * (variances + (means - total_mean).square())).sum(0) / max(float(count), 1)
+    return count, total_mean.to(mean), total_variance.to(mean)
+
+
+class _Statistics(torch.autograd.Function):
+    """`_statistics`. A first derivative does not come here, since `_Normalize` has all of it in one exchange."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, process_set: ProcessSet
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count, mean, variance = _statistics(input, process_set)
+        ctx.mark_non_differentiable(count)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, mean)
+        ctx.count, ctx.process_set = float(count), process_set
+        return count, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        input, mean = ctx.saved_tensors
+        of_statistics = gradients[1:]
+        if all(gradient is None for gradient in of_statistics):  # on all ranks: see `_Normalize`
+            return None, None
+        own = torch.cat([torch.zeros_like(mean) if part is None else part for part in of_statistics])
+        of_all = allreduce(own, op=Sum, process_set=ctx.process_set) / ctx.count
+        of_mean, of_variance = (_channelwise(part, input) for part in of_all.chunk(2))
+        from_mean = _wide(input) - _channelwise(mean, input)
+        return (of_mean + 2 * of_variance * from_mean).to(input.dtype), None
 
 
 class _Normalize(torch.autograd.Function):
-    """(input − mean) · inverse · weight + bias, in which mean and inverse depend on the inputs of all ranks."""
+    """(input − mean) · inverse · weight + bias, in which mean and inverse depend on the inputs of all ranks.
+
+    The derivative by the input is the whole one, through mean and inverse, too, which get none. Derivatives of it go
+    through them, since it is made of them by operations that autograd knows.
+    """
 
     @staticmethod
     def forward(

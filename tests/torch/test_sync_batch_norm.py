@@ -96,6 +96,63 @@ def test_it_is_batch_norm_of_all_batches(case: str) -> None:
     compare(rows=[2 + 3 * rank for rank in range(hvd.size())], **CASES[case])
 
 
+def second_derivatives(layer: torch.nn.Module, inputs: torch.Tensor, own: slice) -> list[torch.Tensor]:
+    """Gradients of a penalty on gradients of inputs, as WGAN-GP, R1 and MAML have it: of the inputs, and parameters."""
+    inputs = inputs.detach().clone().requires_grad_()
+    weights = torch.linspace(-1, 2, 10_000, dtype=torch.float64)[own.start :][: inputs.numel()].view_as(inputs)
+    first = torch.autograd.grad((layer(inputs).tanh() * weights).sum(), inputs, create_graph=True)[0]
+    loss = (first.double() * weights.flip(-1)).sin().square().sum()
+    found = torch.autograd.grad(loss, [inputs, *layer.parameters()], allow_unused=True)
+    return [torch.zeros(()) if gradient is None else gradient.double() for gradient in found]
+
+
+@pytest.mark.parametrize("case", [*CASES, "an empty batch"])
+@on_ranks
+def test_its_second_derivatives_are_those_of_batch_norm_of_all_batches(case: str) -> None:
+    options = {"shape": (3,), **CASES.get(case, {})}
+    shape, dtype = options.pop("shape"), options.pop("dtype", torch.float64)
+    layout = options.pop("layout", torch.contiguous_format)
+    kind = (torch.nn.BatchNorm1d, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)[len(shape)]
+    rows = [0 if case == "an empty batch" and rank == 1 else 2 + 3 * rank for rank in range(hvd.size())]
+    inputs = [batch - 50 for batch in batches(0, shape, rows, torch.float64)]
+    reference, synced = kind(CHANNELS, **options).double(), hvd.SyncBatchNorm(CHANNELS, **options)
+    synced.to(torch.float64 if dtype is torch.float64 else torch.float32)
+    mine = inputs[hvd.rank()].to(dtype).contiguous(memory_format=layout)
+    sizes = [batch.numel() for batch in inputs]
+    starts = [sum(sizes[:rank]) for rank in range(hvd.size())]
+    found = second_derivatives(synced, mine, slice(starts[hvd.rank()], None))
+    expected = second_derivatives(reference, torch.cat([each.to(dtype).double() for each in inputs]), slice(0, None))
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    places = expected[0].split(rows)
+    scale = max(1.0, float(expected[0].abs().max()))
+    torch.testing.assert_close(found[0] / scale, places[hvd.rank()] / scale, rtol=tolerance, atol=tolerance)
+    for own, whole in zip(found[1:], expected[1:], strict=True):
+        total = hvd.allreduce(own, op=hvd.Sum)
+        torch.testing.assert_close(total / scale, whole / scale, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+def normalized(inputs: torch.Tensor) -> torch.Tensor:
+    """The definition: torch's own normalization takes statistics for constants in third derivatives."""
+    return (inputs - inputs.mean(0)) / (inputs.var(0, correction=0) + 1e-5).sqrt()
+
+
+@on_ranks
+def test_its_third_derivatives_are_those_of_the_definition() -> None:
+    whole = torch.randn(2 * hvd.size(), CHANNELS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for layer, inputs in (
+        (hvd.SyncBatchNorm(CHANNELS).double(), whole.chunk(hvd.size())[hvd.rank()]),
+        (normalized, whole),
+    ):
+        inputs = inputs.clone().requires_grad_()
+        value = layer(inputs).pow(3).sum()
+        for _ in range(3):
+            gradient = torch.autograd.grad(value, inputs, create_graph=True)[0]
+            value = gradient.pow(2).sum()
+        found.append(gradient.detach())
+    torch.testing.assert_close(found[0], found[1].chunk(hvd.size())[hvd.rank()], rtol=1e-8, atol=1e-8)
+
+
 @on_ranks
 def test_empty_batches_and_single_elements() -> None:
     compare((3,), [0] + [4] * (hvd.size() - 1))
