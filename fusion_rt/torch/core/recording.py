@@ -9,8 +9,10 @@ inside.
 Scripts that use torch's data parallelism, and of this project only the backend, have optimizers of torch's own: hooks
 for all of these note their steps.
 
-Nothing of a forward pass is noticed before the first step, without gradients, and once anything has been compiled: a
-compiler would take the hook for part of the model.
+Nothing of a forward pass is noticed before the first step, without gradients, and once `torch.compile` has been called: a
+compiler would take the hook for part of the model, and a compiled module warns of any hook on all modules. So that the
+hook is gone before a module that is compiled later runs, another one, of which no module warns, waits for modules to get
+parts, as the compiled one gets the script's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook, register_module_module_registration_hook
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -33,6 +35,9 @@ from torch.utils.hooks import RemovableHandle
 from fusion_rt.tracing import processors, resident_memory
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
+
+
+_COMPILED = "_orig_mod"  # name of the script's module in the one that torch.compile returns
 
 
 class _Passes:
@@ -47,23 +52,30 @@ class _Passes:
         self.recorder: Callable[[], Steps | None] = lambda: None
         self.trace: Instrument = NULL
         self.step = 0
-        self._waiting: RemovableHandle | None = None
+        self._waiting: list[RemovableHandle] = []
         self._ending: RemovableHandle | None = None
         self._backward = False
 
     def watch(self) -> None:
         """Waits for the next forward pass."""
-        if self._waiting is None and self.trace is not NULL and not _compiles():
-            self._waiting = register_module_forward_pre_hook(self.forward_begins)
+        if not self._waiting and self.trace is not NULL and not _compiles():
+            self._waiting = [
+                register_module_forward_pre_hook(self.forward_begins),
+                register_module_module_registration_hook(self.part_is_added),
+            ]
 
     def unwatch(self) -> None:
         """Does not wait for a forward pass any more."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.remove()
+        waiting, self._waiting = self._waiting, []
+        for handle in waiting:
+            handle.remove()
+
+    def part_is_added(self, module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+        if name == _COMPILED:
+            self.unwatch()
 
     def forward_begins(self, module: torch.nn.Module, arguments: Any) -> None:
-        if self._waiting is None:
+        if not self._waiting:
             return
         self.unwatch()
         self._backward = False
@@ -207,6 +219,8 @@ _Passes.forward_begins._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _compiles() -> bool:
-    """Tells whether torch has compiled anything in this process."""
+    """Tells whether torch has compiled anything in this process, or is about to."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    return bool(counters and counters.get("frames", {}).get("total", 0))
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    compiled = bool(counters and counters.get("frames", {}).get("total", 0))
+    return compiled or any(backend is not None for backend in tuple(backends.values()))
