@@ -4,7 +4,8 @@ Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (2
 many deviations as a share `density` of a normal distribution is above; it is halved where fewer than 2/3 k elements
 reach it, and multiplied by 1.5 where more than 4/3 k do, and at most three are tried. Residuals are not normally
 distributed, so the third may still be wrong. Then, unlike there, no more than k are sent: the largest; and where the
-numbers do not even have a deviation, or most are alike, selection is exact.
+numbers do not even have a deviation, most are alike, or the last threshold was too high, selection is exact: a residual
+of which none reaches it would wait until other gradients come.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class GaussianKBucket(SelectingBucketCodec):
         threshold = _normal_threshold(*moments(memory.residual, ranges, team), size, k)
         if threshold is None:
             return take_largest(added, ranges, k, team)[:2]
-        found: list[Found] = []
+        found, total = list[Found](), 0
         for _ in range(_TRIES):
             found = collect_shares(added, shares, max(1, magnitude(threshold)), _ROOM * k, team)
             total = sum(each.count for each in found)
@@ -51,7 +52,7 @@ class GaussianKBucket(SelectingBucketCodec):
                 threshold *= 1.5
             else:
                 break
-        if any(each.overflowed for each in found):
+        if total < 2 * k / 3 or any(each.overflowed for each in found):
             return take_largest(added, ranges, k, team)[:2]
         return take_found(memory.residual, found, at_most(found, k), team)
 

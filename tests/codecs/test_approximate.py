@@ -59,6 +59,19 @@ def test_gaussiank_selects_what_a_normal_distribution_promises_and_with_feedback
     assert np.mean(counts[5:]) == pytest.approx(1000, rel=0.1)
 
 
+def test_gaussiank_sends_where_all_thresholds_that_it_tries_are_too_high() -> None:
+    """Most values are just below the first two thirds of the largest: half of the threshold is reached by nearly all,
+    and 1.5 times that by none. Without new gradients the residual would wait forever."""
+    codec = opened("gaussiank(density=0.1, minimum=0)", Layout(DTYPES["float32"], 400))
+    values = np.random.default_rng(1).uniform(0.9, 1.1, 400).astype(np.float32)
+    values[::2] *= -1
+    selected = codec.accumulate_and_select(values)
+    assert 27 <= len(selected) <= 40
+    for _ in range(20):
+        codec.accumulate_and_select(np.zeros(400, np.float32))
+    assert codec.residual_norm() < 1e-2
+
+
 def test_thresholdk_keeps_near_k_between_exact_steps() -> None:
     codec = opened("thresholdk(density=0.01, every=10)")
     rng = np.random.default_rng(2)

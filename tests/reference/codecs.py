@@ -165,7 +165,8 @@ def thresholdk(
 
 def gaussiank(values: Array, ranges: Sequence[Range], k: int, rounding: Rounding = dense) -> Array:
     """What a normal distribution has above its (1 - k / 2n) quantile (Shi et al. 1911.08772, algorithm 1): halved
-    where fewer than 2/3 k reach that, times 1.5 where more than 4/3 k do, at most three tries; then the k largest."""
+    where fewer than 2/3 k reach that, times 1.5 where more than 4/3 k do, at most three tries; then the k largest.
+    Beside the paper's rules, these are found among all if the last try was too high, or more than 8 k reach it."""
     among = places(ranges)
     x = values[among].astype(np.float64)
     threshold = float(x.mean() - statistics.NormalDist().inv_cdf(k / len(x) / 2) * x.std(ddof=1))
@@ -178,7 +179,7 @@ def gaussiank(values: Array, ranges: Sequence[Range], k: int, rounding: Rounding
             threshold *= 1.5
         else:
             break
-    return only(values, largest(values, among if len(reach) > 8 * k else reach, k), ranges, rounding)
+    return only(values, largest(values, reach if 2 * k / 3 <= len(reach) <= 8 * k else among, k), ranges, rounding)
 
 
 def randomk(values: Array, ranges: Sequence[Range], drawn: Array, rounding: Rounding = dense) -> Array:
