@@ -45,6 +45,7 @@ from fusion_rt.torch.core.process_sets import (
 )
 from fusion_rt.torch.core.runtime import cross_rank, cross_size, local_rank, local_size, rank, size
 from fusion_rt.torch.core.tensors import empty
+from fusion_rt.torch.core.uncompiled import keep_out_of_graphs
 from fusion_rt.torch.core.watching import synchronize_parameters
 from fusion_rt.torch.functions import (
     allgather_object,
@@ -162,3 +163,5 @@ __all__ = [
     "synchronize",
     "synchronize_parameters",
 ]
+
+keep_out_of_graphs()

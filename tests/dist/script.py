@@ -26,8 +26,8 @@ KEPT: list[Any] = []
 @contextlib.contextmanager
 def process_group(backend: str = "fusion") -> Iterator[None]:
     """A default group of the ranks of the job."""
-    with tempfile.NamedTemporaryFile() as file:
-        path = hvd.broadcast_object(file.name, 0)
+    with tempfile.TemporaryDirectory() as directory:  # torch may delete the file in it, when its last store is gone
+        path = hvd.broadcast_object(f"{directory}/store", 0)
         dist.init_process_group(backend, init_method=f"file://{path}", rank=hvd.rank(), world_size=hvd.size())
         if backend == "gloo":
             KEPT.append(dist.group.WORLD)

@@ -9,10 +9,10 @@ inside.
 Scripts that use torch's data parallelism, and of this project only the backend, have optimizers of torch's own: hooks
 for all of these note their steps.
 
-Nothing of a forward pass is noticed before the first step, without gradients, and once `torch.compile` has been called: a
-compiler would take the hook for part of the model, and a compiled module warns of any hook on all modules. So that the
-hook is gone before a module that is compiled later runs, another one, of which no module warns, waits for modules to get
-parts, as the compiled one gets the script's.
+Nothing of a forward pass is noticed before the first step, without gradients, and once `torch.compile` has been called:
+a compiler would take the hook for part of the model, and a compiled module warns of any hook on all modules. So that
+the hook is gone before a module that is compiled later runs, another one, of which no module warns, waits for modules
+to get parts, as the compiled one gets the script's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from torch.utils.hooks import RemovableHandle
 from fusion_rt.tracing import processors, resident_memory
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
-
 
 _COMPILED = "_orig_mod"  # name of the script's module in the one that torch.compile returns
 

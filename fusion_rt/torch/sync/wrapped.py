@@ -7,7 +7,6 @@ synchroniser talks to the other ranks.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,7 +25,6 @@ from fusion_rt.tracing.format import Kind
 _OWN = "fusion_rt_local"
 """Key in a `state_dict`: the steps taken, and an outer optimizer, where ranks take local steps."""
 _SCALED = "_step_supports_amp_scaling"
-_KEPT_OUT = "_fusion_rt_is_kept_out"
 _APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
 
 
@@ -86,9 +84,10 @@ class Wrapped(torch.optim.Optimizer):
         """
         return self._sync.when.skip_synchronize()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients as the script's optimizer does. If the last `backward()` has failed, no rank takes this
-        step: on the others, `backward()` raises `HorovodInternalError`, which names this rank and its exception.
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Resets gradients as the script's optimizer does, by its arguments and their defaults. If the last
+        `backward()` has failed, no rank takes this step: on the others, `backward()` raises `HorovodInternalError`,
+        which names this rank and its exception.
 
         Raises:
             AssertionError: gradients are being reduced.
@@ -97,7 +96,7 @@ class Wrapped(torch.optim.Optimizer):
         zeroed = self._sync.when.zeroed
         if zeroed is not None:
             zeroed()
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
 
     def reseed(self) -> None:
         """Goes on from the parameters as they are now, which have to be the same on all ranks: after the script has set
@@ -179,10 +178,12 @@ class Wrapped(torch.optim.Optimizer):
         change its groups, which torch would replace in this one alone."""
         groups = self.param_groups
         super().__setstate__(state)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups, self._script_optimizer.state = groups, self.state
+        for group, loaded in zip(groups, state["param_groups"], strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        # Into __dict__: a class may have these as properties, of an optimizer inside.
+        self.__dict__["param_groups"], self._script_optimizer.__dict__["state"] = groups, self.state
 
     def __reduce__(self) -> Any:
         """Pickles or copies the script's optimizer, with its state, without the connection. The copy, whose parameters
@@ -217,7 +218,7 @@ class Wrapped(torch.optim.Optimizer):
 
     def _unscale(self, scale: torch.Tensor) -> None:
         inverse = scale.double().reciprocal().float()
-        for group in self.__dict__["param_groups"]:
+        for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.mul_(inverse.to(parameter.grad.device))
@@ -239,7 +240,6 @@ def wrap(
         options: how its parameters are exchanged.
         when: makes the strategy that decides when it exchanges.
     """
-    _keep_out_of_graphs()
     script_class = type(optimizer)
     space = {"__module__": "fusion_rt.torch.optimizer", "_script_class": script_class}
     made = type(script_class.__name__, (Wrapped, script_class), space)
@@ -287,16 +287,6 @@ def checked_passes(passes: int) -> int:
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     return passes
-
-
-def _keep_out_of_graphs() -> None:
-    """Has `torch.compile`, where a script compiles its step, call what is here instead of tracing it: the exchange with
-    other ranks would be compiled, too, again and again as its state changes. (torch imports this with an optimizer.)"""
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    package = __name__.partition(".")[0]
-    if rules is not None and not getattr(rules, _KEPT_OUT, False):
-        rules.add(package)
-        setattr(rules, _KEPT_OUT, True)
 
 
 def _new(script_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -110,6 +110,25 @@ def test_a_script_that_compiles_is_left_alone(trace: Listed, monkeypatch: pytest
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
+def test_a_module_that_is_compiled_after_a_step_does_not_warn_of_a_hook() -> None:
+    """Warnings are errors in tests."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    listed = Listed()
+    net, steps = model(), Steps(listed)
+    net(torch.ones(1, 2)).sum().backward()
+    steps.end()
+    assert torch.nn.modules.module._global_forward_pre_hooks
+    compiled = torch.compile(net, backend="eager")
+    for _ in range(2):
+        assert not torch.nn.modules.module._has_any_global_hook()
+        compiled(torch.ones(1, 2)).sum().backward()
+        steps.end()
+    recording.forget(listed)
+    assert not torch.nn.modules.module._global_module_registration_hooks
+    torch.compiler.reset()
+
+
 def test_memory_is_told_twice_a_second_however_short_steps_are(trace: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of 10 ms, for five seconds; 3 GiB on two GPUs."""
     clock = itertools.count(0, 10_000_000)
