@@ -105,9 +105,9 @@ def run_fn(
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
-                if state.commits == commits_at_error:
+                if state._commit_count == commits_at_error:
                     raise
-                commits_at_error = state.commits
+                commits_at_error = state._commit_count
                 state.restore()
                 try:
                     reset()

@@ -60,12 +60,11 @@ class State:
             does.
         get_rank: accepted for Horovod's sake, and ignored.
 
-    Attributes:
-        commits: how often `commit` was called.
+    What it keeps for itself is in names that begin with `_`: all others are the script's, for values.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
-        self.commits = 0
+        self._commit_count = 0  # how often `commit` was called
         self._bcast_object = bcast_object
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
@@ -109,7 +108,7 @@ class State:
         """
         self._begin_commit()
         self.save()
-        self.commits += 1
+        self._commit_count += 1
         self._mirror()
         self._end_commit()
         self.check_host_updates()
@@ -225,10 +224,15 @@ class ObjectState(State):
     Args:
         bcast_object, get_rank: as in `State`.
         kwargs: names and first values; anything that can be pickled.
+
+    Raises:
+        ValueError: a name is that of a method, or of something that the state keeps for itself.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
+        self._saved_state: dict[str, Any] = {}
+        self._check_names(kwargs)
         self._saved_state = kwargs
         self._set_attrs()
 
@@ -241,6 +245,14 @@ class ObjectState(State):
     def sync(self) -> None:
         if self._saved_state:
             self._set_saved(self._bcast_object(self._values(), *([self._donors.root] if self._donors.root else [])))
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        own = {name for name in vars(self) if name.startswith("_")}
+        for name in names:
+            if name in own or hasattr(ObjectState, name):
+                kind = type(self).__name__
+                raise ValueError(f"a {kind} cannot have a value named {name!r}, which would hide {kind}.{name}; "
+                                 "give it another name")  # fmt: skip
 
     def _set_saved(self, values: dict[str, Any]) -> None:
         self._saved_state = values
@@ -262,6 +274,9 @@ class TorchState(ObjectState):
     Args:
         model, optimizer: the model and its optimizer; more of both may be among `kwargs`.
         kwargs: names and values. Those with a `state_dict` are saved by it, as copies; others as in `ObjectState`.
+
+    Raises:
+        ValueError: as of `ObjectState`; or a model cannot be in a state.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -271,6 +286,7 @@ class TorchState(ObjectState):
         self._commits, self._plain = Commits(), _PlainValues(self)
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
+        self._check_names(handlers)
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
         self._handlers = handlers

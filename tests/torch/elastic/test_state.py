@@ -77,7 +77,34 @@ def test_objects_are_attributes_and_go_back_to_what_was_committed() -> None:
     state.epoch = 5
     state.restore()
     assert state.epoch == 4
-    assert state.commits == 1
+
+
+def test_names_without_an_underscore_are_the_scripts() -> None:
+    """`commits` is the one of Horovod's own test of elastic jobs."""
+    values = {name: 0 for name in ("commits", "batch", "epoch", "handlers", "donors", "saved", "last", "rank")}
+    for state in (object_state(**values), TorchState(**values)):
+        public = {name for name in vars(state) if not name.startswith("_")}
+        assert public - {"model", "optimizer"} == set(values)
+
+
+@pytest.mark.usefixtures("alone")
+def test_commits_that_a_script_counts_are_counted_once() -> None:
+    state: Any = TorchState(torch.nn.Linear(1, 1), commits=0)
+    for _ in range(3):
+        state.commits += 1
+        state.commit()
+    assert state.commits == 3
+    state.commits += 1
+    state.restore()
+    assert state.commits == 3
+
+
+@pytest.mark.parametrize("name", ["commit", "sync", "_donors", "_saved_state"])
+def test_a_value_that_would_hide_something_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"cannot have a value named '{name}', which would hide \w+State\.{name}"):
+        object_state(**{name: 0})
+    with pytest.raises(ValueError, match=f"cannot have a value named '{name}'"):
+        TorchState(**{name: torch.nn.Linear(1, 1)})
 
 
 def test_a_sync_takes_what_was_changed_since_the_commit() -> None:
