@@ -52,6 +52,30 @@ assert issubclass(TorchState, ObjectState)
 from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 assert global_process_set is hvd.global_process_set
 from horovod.common.util import env, extension_available, gloo_built, gpu_available, mpi_built, nccl_built
+from horovod.common.util import check_extension, num_rank_is_power_2, split_list
+check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", horovod.__file__, "mpi_lib_v2")
+try:
+    check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", horovod.__file__, "mpi_lib")
+except ImportError as error:
+    assert "extension horovod.tensorflow has not been built" in str(error), error
+else:
+    raise AssertionError
+assert [n for n in range(-2, 70) if num_rank_is_power_2(n)] == [1, 2, 4, 8, 16, 32, 64]
+assert split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]] and split_list([1], 2) == [[1], []]
+from horovod.common.util import get_ext_suffix, get_extension_full_path, is_iterable, is_version_greater_equal_than
+assert get_extension_full_path("/a/b.py", "c", "d") == "/a/c/d" + get_ext_suffix()
+assert is_iterable([]) and not is_iterable(1)
+at_least = is_version_greater_equal_than
+assert at_least("2.10.0+cpu", "2.9.1") and at_least("2.9.1", "2.9.1") and not at_least("2.9.0rc1", "2.9.0")
+from horovod.common.util import check_installed_version, get_average_backwards_compatibility_fun
+check_installed_version("pytorch", "0.1")
+one = get_average_backwards_compatibility_fun(hvd)
+assert (one(None, None), one(hvd.Min, None)) == (hvd.Average, hvd.Min)
+from horovod.common.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
+assert issubclass(HorovodVersionMismatchError, ImportError)
+assert str(HorovodVersionMismatchError("torch", "2", "1")) == get_version_mismatch_message("torch", "2", "1")
+from horovod.common.elastic import HostUpdateResult
+assert HostUpdateResult.mixed == HostUpdateResult.added | HostUpdateResult.removed
 assert extension_available("torch") and not extension_available("tensorflow")
 assert gloo_built() == bool(hvd.gloo_built())
 assert mpi_built() == bool(hvd.mpi_built())
