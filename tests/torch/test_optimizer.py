@@ -7,6 +7,7 @@ import functools
 import gc
 import warnings
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -192,6 +193,96 @@ def test_zero_grad_after_backward_forgets_the_gradients() -> None:
             (passes * loss_of(reference, everybodys_batch(step))).backward()
             plain.step()
         assert_same(model, reference)
+
+
+class Plain(torch.optim.SGD):
+    """Its `zero_grad` has no argument, as that of torch before 1.7 and of optimizers that were written for it."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+
+class Kept(torch.optim.SGD):
+    """Its `zero_grad` keeps gradients by default, and takes an argument of its own."""
+
+    def zero_grad(self, set_to_none: bool = False, scale: float = 0.0) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+
+@on_ranks
+def test_zero_grad_is_that_of_the_scripts_class() -> None:
+    for make in (Plain, Kept):
+        model, reference = make_model(), make_model()
+        optimizer = distributed(model, functools.partial(make, lr=0.1))
+        train(model, optimizer, range(3))
+        train_reference(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(3))
+        assert_same(model, reference)
+        optimizer.zero_grad()
+        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad.fill_(4.0)  # type: ignore[union-attr]
+    optimizer.zero_grad(scale=0.5)
+    assert all(bool((p.grad == 2).all()) for p in model.parameters())
+    with pytest.raises(TypeError, match="set_to_none"):
+        distributed(make_model(), functools.partial(Plain, lr=0.1)).zero_grad(set_to_none=True)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow those of an optimizer inside (Zhang et al. 2019, "Lookahead Optimizer"): `param_groups`
+    is a property, and `__init__` is not torch's, as in the implementations that people use."""
+
+    def __init__(self, inner: torch.optim.Optimizer, every: int = 2, rate: float = 0.5) -> None:
+        self.inner, self.every, self.rate, self.steps = inner, every, rate, 0
+        self.defaults, self.state = inner.defaults, inner.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.state = self.inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = self.inner.step(closure)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            for slow, fast in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
+                slow += self.rate * (fast.detach() - slow)
+                fast.detach().copy_(slow)
+        return result
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@on_ranks
+def test_an_optimizer_around_another_one(overlap: str) -> None:
+    def make(parameters: Any) -> Lookahead:
+        return Lookahead(sgd(parameters))
+
+    model, reference = make_model(), make_model()
+    optimizer = distributed(model, make, overlap=overlap)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    plain = make(reference.parameters())
+    for steps in (range(2), range(2, 6)):
+        train(model, optimizer, steps)
+        train_reference(reference, plain, steps)
+        hvd.synchronize_parameters()
+        assert_same(model, reference)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["momentum"] = 0.8
+        optimizer.load_state_dict(saved)
+        plain.inner.param_groups[0].update(lr=0.05, momentum=0.8)
+        assert optimizer.param_groups[0]["momentum"] == 0.8
 
 
 @on_ranks

@@ -113,7 +113,7 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
                 loaded[key] = value
     for group, taken in zip(groups, optimizer.param_groups, strict=True):
         group.update(taken)
-    optimizer.param_groups = groups
+    vars(optimizer)["param_groups"] = groups  # not by the attribute, which may be a property
     if not isinstance(optimizer, Wrapped):  # which sees to it itself
         values = dict(optimizer.state)
         shared.clear()

@@ -109,7 +109,7 @@ class Trained:
 
     def has_changed(self, marks: list[Mark]) -> bool:
         """Tells whether `named` returns other parameters than those with these marks, or in another order."""
-        groups = self.optimizer().__dict__["param_groups"]
+        groups = self.optimizer().param_groups
         now = [(id(p), p.dtype) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
         return now != marks and takes_part(self._process_set)
 
@@ -119,7 +119,7 @@ class Trained:
 
     def group_rates(self) -> list[float]:
         """Returns the learning rates of the optimizer's groups; 0 where there is none."""
-        return [float(group.get("lr", 0.0)) for group in self.optimizer().__dict__["param_groups"]]
+        return [float(group.get("lr", 0.0)) for group in self.optimizer().param_groups]
 
     def group_of(self, parameter: torch.Tensor) -> int:
         """Returns the index of the group that a parameter is in."""
@@ -135,7 +135,7 @@ class Trained:
             return []
         return [
             (i, j, parameter)
-            for i, group in enumerate(self.optimizer().__dict__["param_groups"])
+            for i, group in enumerate(self.optimizer().param_groups)
             for j, parameter in enumerate(group["params"])
             if parameter.requires_grad and parameter.numel()
         ]
@@ -218,5 +218,5 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
 def arguments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Arguments of each parameter group that a shard has to know; the learning rate comes with each gradient."""
     known = optimizer.defaults.keys() - {"lr", *_HOW}
-    groups = optimizer.__dict__["param_groups"]
+    groups = optimizer.param_groups
     return [{name: group[name] for name in group if name in known and group[name] is not None} for group in groups]

@@ -32,7 +32,7 @@ class Update:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        groups = optimizer.__dict__["param_groups"]
+        groups = optimizer.param_groups
         self._options = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
         self._group_of = {id(parameter): i for i, group in enumerate(groups) for parameter in group["params"]}
         self._told = {name: _kept(optimizer.__dict__[name]) for name in _OF_THE_SCALER if name in optimizer.__dict__}
@@ -40,7 +40,7 @@ class Update:
 
     def parameters(self) -> list[torch.Tensor]:
         """Returns all parameters of the optimizer."""
-        return [parameter for group in self.optimizer.__dict__["param_groups"] for parameter in group["params"]]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def apply(self, parameters: Sequence[torch.Tensor]) -> None:
         """Takes the step, by the gradients that the parameters have.
@@ -62,14 +62,14 @@ class Update:
         part = object.__new__(kind)
         part.__dict__.update(self.optimizer.__dict__)
         part.__dict__.update(self._told)
-        part.__dict__["param_groups"] = [{**self._options[i], "params": groups[i]} for i in sorted(groups)]
+        part.param_groups = [{**self._options[i], "params": groups[i]} for i in sorted(groups)]
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             part.__dict__[name] = OrderedDict()  # there were none when the step was asked for
         kind.step(part)
 
     def _apply_whole(self) -> None:
         optimizer = self.optimizer
-        groups = optimizer.__dict__["param_groups"]
+        groups = optimizer.param_groups
         current = [dict(group) for group in groups]
         told = {name: optimizer.__dict__.pop(name) for name in _OF_THE_SCALER if name in optimizer.__dict__}
         optimizer.__dict__.update(self._told)
