@@ -1,7 +1,7 @@
 # Every target makes .venv by itself; nothing here needs a compiler.
-#   make demo | test | lint | docs | bench | soak | clean     PYTHON=python3.12 make test     PYTEST_ARGS='-k netlab' make test
+#   make demo | test | lint | docs | bench | soak | mutants | clean       PYTHON=python3.12 make test       PYTEST_ARGS='-k netlab' make test
 #   SOAK_SECONDS=3600 SOAK_SEED=7 make soak             SOAK='--kind elastic' make soak
-#   BENCH='step --quick' make bench      BENCH= make bench    (hours)
+#   BENCH='step --quick' make bench      BENCH= make bench    (hours)                 MUTANTS='--group codecs --sample 40' make mutants
 
 PYTHON ?= python3
 VENV   := .venv
@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 BENCH  ?= allreduce startup step topk
 
-.PHONY: demo test lint docs bench soak clean
+.PHONY: demo test lint docs bench soak mutants clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -38,6 +38,13 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak $(SOAK)
+
+mutants: $(VENV)/.mutants
+	$(BIN)/python -m tests.mutants $(MUTANTS)
+
+$(VENV)/.mutants: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,245 @@
+"""Changes one operator or constant at a time, and tells which changes no test finds.
+
+    python -m tests.mutants                            a sample of 300, on all cores; goes on where it was interrupted
+    python -m tests.mutants --sample 40 --group codecs --seed 7
+    python -m tests.mutants --list                     the sample, without trying it
+    python -m tests.mutants --again                    tries those that survived once more, with the tests of today
+    python -m tests.mutants --again 1f2e3d4c5b6a       one of them, and shows what pytest printed
+    python -m tests.mutants --fresh                    forgets all that was done
+
+Work lies in build/mutants: Cosmic Ray's database, which lines each test runs, and copies of the tree. The tree itself
+is left alone. tests/mutants/results.json has what was found, harmless.json why nothing depends on a survivor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.mutants import changes
+from tests.mutants.changes import Change
+from tests.mutants.choice import Watched, watch
+from tests.mutants.places import GROUPS, shares
+from tests.mutants.trial import Copy, Verdict, copy_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "mutants"
+TREE = FOLDER / "tree"  # as it was when the command began: whoever edits it meanwhile changes nothing
+RESULTS = Path(__file__).with_name("results.json")
+HARMLESS = Path(__file__).with_name("harmless.json")
+WANTED = 0.9  # of the sample has to be found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=300, help="changes")
+    parser.add_argument("--seed", type=int, default=37)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="changes that are tried at a time")
+    parser.add_argument("--group", choices=GROUPS, action="append", help="only these folders")
+    parser.add_argument("--list", action="store_true", help="show the sample")
+    parser.add_argument("--again", nargs="*", metavar="NAME", help="try survivors once more")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier work")
+    parser.add_argument("--report", action="store_true", help="only write results.json")
+    choices = parser.parse_args()
+    if choices.fresh:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    copy_tree(ROOT, TREE)
+    drawn = draw(choices.group or list(GROUPS), choices.sample, choices.seed)
+    if choices.list:
+        for group, change in drawn:
+            print(f"{group:16} {change.name} {change.module}:{change.start[0]} {change.operator[5:]}: {change.line}")
+        return 0
+    work = Work(FOLDER / "work.sqlite")
+    if choices.again is not None:
+        pending = [(group, change) for group, change in drawn if work.survived(change)]
+        if choices.again:
+            pending = [(group, change) for group, change in drawn if change.name in choices.again]
+    else:
+        pending = [(group, change) for group, change in drawn if work.result(change) is None]
+    if not choices.report:
+        work.remember(drawn)
+        attempt_all(pending, work, choices.jobs, talkative=bool(choices.again))
+    return report(drawn, work, choices)
+
+
+def draw(groups: Sequence[str], total: int, seed: int) -> list[tuple[str, Change]]:
+    """Draws the sample: from each group its share. Those of all groups are mixed, so that any beginning is a sample."""
+    found = {
+        group: changes.sample(
+            [change for module in GROUPS[group].modules(TREE) for change in changes.of_module(TREE, module)], seed
+        )
+        for group in groups
+    }
+    given = shares({group: len(each) for group, each in found.items()}, total)
+    drawn = [(group, change) for group, each in found.items() for change in each[: given[group]]]
+    return sorted(drawn, key=lambda each: changes.lot(seed, each[1]))
+
+
+class Work:
+    """What was done, in Cosmic Ray's database: a work item for each change, named as the change is."""
+
+    def __init__(self, path: Path) -> None:
+        from cosmic_ray.work_db import WorkDB
+
+        self._db = WorkDB(str(path), WorkDB.Mode.create)
+        self._lock = threading.Lock()
+        self._results: dict[str, dict[str, Any]] = {name: json.loads(each.output) for name, each in self._db.results}
+
+    def remember(self, drawn: Sequence[tuple[str, Change]]) -> None:
+        """Adds the changes that are not in it."""
+        from cosmic_ray.work_item import MutationSpec, WorkItem
+
+        there = {item.job_id for item in self._db.work_items}
+        self._db.add_work_items(
+            WorkItem.single(
+                change.name,
+                MutationSpec(
+                    Path(change.module),
+                    change.operator,
+                    change.occurrence,
+                    change.start,
+                    change.end,
+                    definition_name=change.definition,
+                ),
+            )
+            for _, change in drawn
+            if change.name not in there
+        )
+
+    def result(self, change: Change) -> dict[str, Any] | None:
+        """Returns the last verdict on a change, or nothing."""
+        return self._results.get(change.name)
+
+    def survived(self, change: Change) -> bool:
+        """Says whether no test found a change so far."""
+        result = self.result(change)
+        return result is not None and result["outcome"] == "survived"
+
+    def record(self, change: Change, verdict: Verdict) -> None:
+        """Keeps a verdict, and what the first one was."""
+        from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+
+        before = self._results.get(change.name, {})
+        outcome = {
+            "outcome": verdict.outcome,
+            "first": before.get("first", verdict.outcome),
+            "by": verdict.by,
+            "seconds": round(verdict.seconds, 1),
+        }
+        killed = TestOutcome.SURVIVED if verdict.outcome == "survived" else TestOutcome.KILLED
+        with self._lock:
+            self._results[change.name] = outcome
+            self._db.set_result(change.name, WorkResult(WorkerOutcome.NORMAL, json.dumps(outcome), killed))
+
+
+def attempt_all(pending: Sequence[tuple[str, Change]], work: Work, jobs: int, talkative: bool) -> None:
+    """Tries changes, some at a time."""
+    if not pending:
+        return
+    watched: dict[str, Watched] = {}
+    for group in GROUPS:
+        if any(group == each for each, _ in pending):
+            watched[group] = watch(TREE, FOLDER / "watched" / group, GROUPS[group].tests)
+    todo: queue.SimpleQueue[tuple[str, Change]] = queue.SimpleQueue()
+    for each in pending:
+        todo.put(each)
+    done = Counter[str]()
+    began = time.monotonic()
+
+    def work_on(copy: Copy) -> None:
+        try:
+            while True:
+                group, change = todo.get_nowait()
+                verdict = attempt(copy, watched[group], change)
+                work.record(change, verdict)
+                done[verdict.outcome] += 1
+                progress = f"[{done.total()}/{len(pending)} {time.monotonic() - began:.0f} s]"
+                place = f"{change.module}:{change.start[0]} {change.operator[5:]}"
+                print(progress, verdict.outcome, change.name, place, f"{verdict.seconds:.1f} s", verdict.by, flush=True)
+                if talkative:
+                    print(verdict.output)
+        except queue.Empty:
+            pass
+        finally:
+            copy.close()
+
+    threads = [
+        threading.Thread(target=work_on, args=(Copy(TREE, FOLDER / f"copy-{number}"),))
+        for number in range(min(jobs, len(pending)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def attempt(copy: Copy, watched: Watched, change: Change) -> Verdict:
+    """Tries one change."""
+    source = (TREE / change.module).read_text(encoding="utf-8")
+    code = changes.mutated(source, change.operator, change.occurrence)
+    tests = watched.tests_of(source, change)
+    spent = 0.0
+    for files, some in watched.rounds(TREE, tests):
+        verdict = copy.attempt(change.module, code, files, some, list(watched.tests), watched.limit(some))
+        spent += verdict.seconds
+        if verdict.outcome != "survived":
+            break
+    return verdict._replace(seconds=spent)
+
+
+def report(drawn: Sequence[tuple[str, Change]], work: Work, choices: argparse.Namespace) -> int:
+    """Writes and prints what became of the sample. Fails when too few were found, or a survivor was not looked at."""
+    harmless = json.loads(HARMLESS.read_text(encoding="utf-8"))
+    entries = []
+    for group, change in drawn:
+        result = work.result(change)
+        outcome = result["outcome"] if result else "not tried"
+        if result and result["first"] == "survived" and outcome != "survived":
+            outcome = "mended"
+        elif outcome == "survived" and change.name in harmless:
+            outcome = "harmless"
+        entries.append(
+            {
+                "name": change.name,
+                "group": group,
+                "outcome": outcome,
+                "module": change.module,
+                "in": change.definition,
+                "line": change.line,
+                "becomes": changes.line_of(TREE, change),
+                "by": result["by"] if result else "",
+                "seconds": result["seconds"] if result else 0.0,
+            }
+        )
+    counts = Counter(str(entry["outcome"]) for entry in entries)
+    by_group = {
+        group: dict(Counter(str(entry["outcome"]) for entry in entries if entry["group"] == group)) for group in GROUPS
+    }
+    tried = counts.total() - counts["not tried"]
+    first = counts["found"] + counts["timeout"]
+    summary = {"seed": choices.seed, "tried": tried, **counts, "groups": {k: v for k, v in by_group.items() if v}}
+    if (not choices.group and choices.again is None) or choices.report:
+        RESULTS.write_text(json.dumps({"summary": summary, "changes": entries}, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summary, indent=1))
+    for entry in entries:
+        if entry["outcome"] == "survived":
+            print(
+                f"survived: {entry['name']} {entry['module']}, {entry['in']}:\n  {entry['line']}\n  {entry['becomes']}"
+            )
+    print(f"{first} of {tried} were found at first ({first / max(tried, 1):.0%})")
+    return 0 if first >= WANTED * tried and not counts["survived"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
