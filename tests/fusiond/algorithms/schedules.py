@@ -44,7 +44,7 @@ class Training:
     """One rank's side of one plan.
 
     Attributes:
-        posted: handles of what is under way.
+        posted: handles of what is under way, and `order`: of which buckets.
         clock: how many contributions it has made.
     """
 
@@ -52,6 +52,7 @@ class Training:
     spec: algorithms.Algorithm
     memory: Array
     posted: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     clock: int = 0
 
 
@@ -76,12 +77,20 @@ class Schedule:
         seed: decides everything else.
         optimizers: how many plans each rank trains.
         even: all ranks take as many steps between two operations of all, each with a gradient; None: the seed says.
+        layouts: of which the seed chooses one.
     """
 
-    def __init__(self, algorithm: str, seed: int, optimizers: int = 1, even: bool | None = None) -> None:
+    def __init__(
+        self,
+        algorithm: str,
+        seed: int,
+        optimizers: int = 1,
+        even: bool | None = None,
+        layouts: Sequence[list[int]] = LAYOUTS,
+    ) -> None:
         self._choose = choose = random.Random(seed)
         self._even = even
-        self._layout = choose.choice(LAYOUTS)
+        self._layout = choose.choice(layouts)
         pair = ProcessSet(1, (0, 2))
         self._job = _Job(self._layout, seed=seed, process_sets=[pair])
         self._names = 0
@@ -106,13 +115,14 @@ class Schedule:
 
     def _train(self, algorithm: str, group: str, codec: str) -> list[Training]:
         job, spec = self._job, algorithms.parse(algorithm)
-        tensors = tuple(wire.TensorSpec(f"w{i}", "float32", (4,), together=i) for i in range(_BUCKETS))
-        reduction = wire.Reduction(codec=codec, algorithm=algorithm, optimizer=_SGD)
+        tensors = tuple(wire.TensorSpec(f"w{i}", self.dtype, (self.elements,), together=i + 1) for i in range(_BUCKETS))
+        reduction = wire.Reduction(codec=self.codec or codec, algorithm=algorithm, optimizer=_SGD)
         plan = job.plan(wire.Proposal(group, 0, 0, reduction, tensors))
         assert len(plan.buckets) == _BUCKETS
         trainings = [Training(plan, spec, memory) for memory in job.add_plan_memory(plan)]
         for training in trainings:
             training.memory[:] = 0
+        self.begin(trainings)
         if spec.place is algorithms.Place.SHARD:
             for bucket in range(_BUCKETS):
                 self._ready(0, trainings[0], bucket, "seed")
@@ -166,7 +176,9 @@ class Schedule:
             self._choose.shuffle(buckets)
             samples = int(self._even or self._choose.random() < 0.9)  # else this step has no gradient
         for bucket in buckets:
+            self.fill(rank, training, bucket, samples)
             training.posted.append(self._ready(rank, training, bucket, samples=samples))
+            training.order.append(bucket)
             yield Waits("posts")
         training.clock += 1
         if not training.spec.overlaps:
@@ -175,9 +187,25 @@ class Schedule:
     def _collect(self, rank: int, training: Training) -> Iterator[Waits]:
         if training.posted:
             handles, training.posted = training.posted, []
+            buckets, training.order = training.order, []
             if not training.spec.waits_for_answers:  # as a worker that does tells its daemon
                 self._job.engine(rank).homes.occupied.awaits_answers(rank, training.plan.id)
             yield Waits(f"waits at the homes of {training.plan.group} for its contribution {training.clock}", handles)
+            for bucket, handle in zip(buckets, handles, strict=True):
+                self.take(rank, training, bucket, self._job.answer(rank, handle)[0])
+
+    # --- for subclasses, in which values matter -----------------------------------------------------------------------
+
+    dtype, elements, codec = "float32", 4, ""
+
+    def begin(self, trainings: Sequence[Training]) -> None:
+        """Puts what homes begin with into the memory of rank 0."""
+
+    def fill(self, rank: int, training: Training, bucket: int, samples: int) -> None:
+        """Puts what a rank posts into its memory."""
+
+    def take(self, rank: int, training: Training, bucket: int, message: wire.DaemonMessage) -> None:
+        """Takes an answer from a rank's memory."""
 
     def _drain(self, rank: int) -> Iterator[Waits]:
         for trainings in self._trainings:

@@ -55,11 +55,17 @@ class Workers:
         assert len(self.plan.buckets) == 2
         self.memory = self.job.add_plan_memory(self.plan)
         self.itemsize = DTYPES[name].itemsize
+        self.sizes = {f"w{i}": size for i, size in enumerate(sizes)}
         self._offsets = dict(zip((f"w{i}" for i in range(3)), np.cumsum([0, *sizes[:2]]).tolist(), strict=True))
         self._handles: dict[int, list[int]] = {}
         self.clocks = [0] * self.job.size
         if self.spec.place is algorithms.Place.SHARD:
             self.seed(0)
+
+    def span_of(self, tensor: str) -> slice:
+        """Returns which elements of the vector a tensor has."""
+        start = self._offsets[tensor]
+        return slice(start, start + self.sizes[tensor])
 
     def places(self, rank: int, *buckets: wire.Bucket) -> list[tuple[Array, slice]]:
         """The views of a rank's memory of these buckets, or all, and which elements of the vector they are."""
