@@ -291,8 +291,13 @@ class BucketCodec(ABC):
         """The L2 norm of what has not been sent."""
         return 0.0
 
-    def state_dict(self) -> dict[str, Array]:
-        """Returns what has to be saved with the model; nothing when the codec is stateless. The arrays are copies."""
+    def state_dict(self, copies: bool = True) -> dict[str, Array]:
+        """Returns what has to be saved with the model; nothing when the codec is stateless.
+
+        Args:
+            copies: all arrays are copies. Else those with an entry for each element may be the codec's own, to be read
+                before the codec works again.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:

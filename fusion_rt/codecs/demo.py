@@ -97,8 +97,8 @@ class DemoBucket(SelectingBucketCodec):
     def tray(self) -> Shape:
         raise CodecError("workers cannot select for the codec demo, of which daemons have the transform")
 
-    def state_dict(self) -> dict[str, Array]:
-        state = super().state_dict()
+    def state_dict(self, copies: bool = True) -> dict[str, Array]:
+        state = super().state_dict(copies)
         for span in self._transformed:
             key = f"residual/{span.name}"
             matrix = np.empty(_shape(span), np.float32)

@@ -131,15 +131,16 @@ class FeedbackBucketCodec(BucketCodec):
         """The L2 norm of the residual, without padding."""
         return math.sqrt(selection.moments(self._residual, self._ranges, self._team)[1])
 
-    def state_dict(self) -> dict[str, Array]:
-        """The residual of each tensor as `residual/NAME`, the velocity as `velocity/NAME`, and the `step`; copies.
+    def state_dict(self, copies: bool = True) -> dict[str, Array]:
+        """The residual of each tensor as `residual/NAME`, the velocity as `velocity/NAME`, and the `step`.
 
         Names of tensors are all it depends on, so the states of several buckets can be united, to be taken over by the
         buckets of another plan with `partial`.
         """
         state = {"step": np.array(self.step, np.int64)}
         for kind, memory in self._memories():
-            state |= {f"{kind}/{span.name}": memory[span.start : span.end].copy() for span in self.layout.spans}
+            parts = {f"{kind}/{span.name}": memory[span.start : span.end] for span in self.layout.spans}
+            state |= {name: part.copy() for name, part in parts.items()} if copies else parts
         return state | self._own_state()
 
     def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:

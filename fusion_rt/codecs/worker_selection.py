@@ -241,9 +241,9 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
         """The L2 norm of the residual, without padding; of what is here of it."""
         return super().residual_norm() if self.corrections is None else self.corrections.norm()
 
-    def state_dict(self) -> dict[str, Array]:
+    def state_dict(self, copies: bool = True) -> dict[str, Array]:
         self.take_back()
-        return super().state_dict()
+        return super().state_dict(copies)
 
     def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
         self.take_back()

@@ -51,7 +51,9 @@ class ToolDispatch:
     def handlers(self) -> Handlers:
         """Returns the handlers of tools' messages; the answer goes to the tool at once or later."""
         return {
-            wire.StatusRequest: lambda link, _: self._tell(link, self._statistics()),
+            wire.StatusRequest: lambda link, _: self._ending.current_engine().codecs.measure(
+                lambda: self._tell(link, self._statistics())
+            ),
             wire.HangRequest: lambda link, asked: self._ending.current_engine().survey(
                 asked.everyone, lambda survey: self._tell_what_waits(link, survey)
             ),

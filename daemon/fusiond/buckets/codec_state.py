@@ -20,6 +20,7 @@ from fusion_rt.codecs import BucketCodec, CodecError, Layout
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.error_feedback import NODE_STATE, NODE_TENSORS
 from fusion_rt.kernels.team import ALONE, Team
+from fusiond.buckets.traced_codecs import release_codec
 from fusiond.collectives.base import Array
 
 State = dict[str, Array]
@@ -37,15 +38,51 @@ def open_bucket(codec: codecs.Codec, layout: Layout, nodes: int, team: Team = AL
     return codecs.open_bucket(codec if nodes > 1 else Dense(), layout, team)
 
 
-def saved(buckets: Iterable[BucketCodec], common: bool = False) -> State:
-    """Returns what the codecs of a plan's buckets remember, in their order; copies.
+class Remembered:
+    """What the codecs of a plan that is over remember, until another plan takes it over.
+
+    It is brought together when it is asked for: a formation ends in the event loop, where nothing may be done to every
+    parameter.
+
+    Args:
+        buckets: the codecs of the plan's buckets, in their order.
+        dropped: those whose last step is dropped, since it was not complete in all buckets.
+    """
+
+    def __init__(self, buckets: Sequence[BucketCodec], dropped: Iterable[BucketCodec] = ()) -> None:
+        self._buckets, self._dropped = buckets, list(dropped)
+
+    def state(self, bounds: bool) -> State:
+        """Returns the state, of which residuals and velocities may be the codecs' own arrays, and no copies.
+
+        Args:
+            bounds: with the ranges of nodes, which are still the same ones.
+        """
+        while self._dropped:
+            codec = self._dropped.pop()
+            if codec.go_back is not None:
+                codec.go_back()
+            elif codec.codec.stateful:
+                codec.step -= 1  # as on nodes where it was not complete
+        state = saved(self._buckets, copies=False)
+        return state if bounds else {key: value for key, value in state.items() if not key.endswith(":bounds")}
+
+    def release(self) -> None:
+        """Frees what the codecs remember."""
+        for codec in self._buckets:
+            release_codec(codec)
+
+
+def saved(buckets: Iterable[BucketCodec], common: bool = False, copies: bool = True) -> State:
+    """Returns what the codecs of a plan's buckets remember, in their order.
 
     Args:
         common: only what is the same on all nodes.
+        copies: arrays are copies; else large ones may be the codecs' own.
     """
     state: State = {}
     for index, codec in enumerate(buckets):
-        found = codec.state_dict()
+        found = codec.state_dict(copies)
         if not found:
             continue
         found["layout"] = _fingerprint(codec)

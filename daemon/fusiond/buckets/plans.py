@@ -19,17 +19,20 @@ from fusion_rt.kernels.team import ALONE, Team
 from fusiond import algorithms
 from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.buckets import codec_state
-from fusiond.buckets.codec_state import State
+from fusiond.buckets.codec_state import Remembered, State
 from fusiond.buckets.recipes import reducer_of
+from fusiond.buckets.traced_codecs import release_codec
 from fusiond.buckets.worker_selection import Selected, selected
-from fusiond.collectives.base import Array, Reducer
+from fusiond.collectives.base import Array, Job, Reducer
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
 
 UNTUNED = wire.Tuning()
-Memory: TypeAlias = dict[tuple[int, str], State]
-"""State of codecs that goes from one formation to the next, by process set and group."""
+Group: TypeAlias = tuple[int, str]
+"""An optimizer's buckets, from one plan to the next: its process set, and its name."""
+Memory: TypeAlias = dict[Group, Remembered]
+"""State of codecs that goes from one formation to the next."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,21 @@ class PlanState:
 
 
 @dataclass(frozen=True)
+class OpenedPlan:
+    """The buckets of a plan that is not active yet.
+
+    Attributes:
+        state: the plan, with all that its codecs take over.
+        loads: how many states had been loaded for its group when it was opened.
+        why: why a state that had been loaded is not used; empty if there is nothing to say.
+    """
+
+    state: PlanState
+    loads: int
+    why: str
+
+
+@dataclass(frozen=True)
 class PlanMemory:
     """A plan's segment in the arena of a worker.
 
@@ -136,11 +154,26 @@ class Plans:
         self._team = team
         self._memory_of_codecs = memory
         self._plans: dict[int, PlanState] = {}
+        self._opened: dict[int, OpenedPlan] = {}
+        self._squares: dict[int, float] = {}  # of all residuals of a plan, when they were measured last
+        self._loads: Counter[Group] = Counter()  # states loaded
         self._memory: dict[tuple[int, int], PlanMemory] = {}  # by plan and rank
-        self._waiting: dict[tuple[int, str], State] = {}  # process set and group: loaded before there was a plan
+        self._waiting: dict[Group, State] = {}  # loaded before there was a plan
 
     def __iter__(self) -> Iterator[PlanState]:
         return iter(self._plans.values())
+
+    def opening(self, plan: wire.Plan, members: Members) -> Job | None:
+        """Returns a job that opens the codecs of a plan before it is installed, and has them take over what those of
+        the plan before remember; None if that takes no time, or has been done.
+
+        It writes all of the codecs' memory, so it takes seconds with a billion parameters. It may run beside the event
+        loop, because no step of a group is under way when the group's next plan has been made.
+        """
+        codec = self._codec_of(plan, members)
+        if plan.id in self._plans or plan.id in self._opened or not codec.stateful:
+            return None
+        return self._opener(plan, members)
 
     def install(self, plan: wire.Plan, members: Members) -> str:
         """Puts an active plan; it replaces the one that its group had, and takes over what that one's codecs remember.
@@ -150,50 +183,75 @@ class Plans:
         """
         if plan.id in self._plans:
             return ""
-        state: State = {}
-        past: Counter[str] = Counter()
-        old = self._of_group(plan.process_set, plan.group)
+        group = plan.process_set, plan.group
+        opened = self._opened.pop(plan.id, None)
+        if opened is None or opened.loads != self._loads[group]:  # a state has been loaded meanwhile
+            self._opener(plan, members)()
+            opened = self._opened.pop(plan.id)
+        old = self._of_group(*group)
         if old is not None:
-            state, past = codec_state.saved(old.codecs), _sums(old)
-            del self._plans[old.plan.id]
-            for rank in members.local:
-                self.drop_memory(rank, old.plan.id)
+            self._drop(old)
+        elif self._memory_of_codecs is not None and len(members.nodes) > 1 and group in self._memory_of_codecs:
+            self._memory_of_codecs.pop(group).release()
+        self._waiting.pop(group, None)
+        self._plans[plan.id] = opened.state
+        return opened.why
+
+    def _opener(self, plan: wire.Plan, members: Members) -> Job:
+        """Returns a job that opens a plan. All that it reads is looked up now: it may run on a thread."""
+        group = plan.process_set, plan.group
+        old, loads = self._of_group(*group), self._loads[group]
+        before: Remembered | None = None
+        if old is not None:
+            before = Remembered(old.codecs)
         elif self._memory_of_codecs is not None and len(members.nodes) > 1:  # else it waits until there are more again
-            state = self._memory_of_codecs.pop((plan.process_set, plan.group), {})
-        algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
-        # What travels to homes and back is coded there.
-        chosen_codec = codecs.parse(
-            "dense" if chosen.parse(plan.reduction.algorithm).at_homes else plan.reduction.codec
-        )
-        installed = self._plans[plan.id] = PlanState(
-            plan,
-            members,
-            algorithm,
-            tuple(
-                BucketState(
-                    bucket,
-                    str(bucket.index),
-                    reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks)),
-                    codec_state.open_bucket(chosen_codec, layout_of(bucket), len(members.nodes), self._team),
-                    tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
-                )
-                for bucket in plan.buckets
-            ),
-            past,
-        )
-        for codec in installed.codecs:
-            codec.keeps_before = self._memory_of_codecs is not None
-        loaded = self._waiting.pop((plan.process_set, plan.group), None)
-        if loaded is not None:
-            try:
-                codec_state.restore(installed.codecs, loaded, strict=True)
-                return ""
-            except CodecError as error:
-                why = f"a state was loaded for {plan.group!r}, and it starts without: {error}"
-        else:
+            before = self._memory_of_codecs.get(group)
+        loaded = self._waiting.get(group)
+
+        def open_plan() -> None:
+            state = self._open(plan, members, Counter() if old is None else _sums(old))
             why = ""
-        codec_state.restore(installed.codecs, state)
-        return why
+            if loaded is not None:
+                try:
+                    codec_state.restore(state.codecs, loaded, strict=True)
+                except CodecError as error:
+                    why = f"a state was loaded for {plan.group!r}, and it starts without: {error}"
+            if before is not None and (loaded is None or why):
+                codec_state.restore(state.codecs, before.state(bounds=old is not None))
+            self._opened[plan.id] = OpenedPlan(state, loads, why)
+
+        return open_plan
+
+    def _open(self, plan: wire.Plan, members: Members, past: Counter[str]) -> PlanState:
+        chosen_codec = self._codec_of(plan, members)
+        buckets = tuple(
+            BucketState(
+                bucket,
+                str(bucket.index),
+                reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks)),
+                codec_state.open_bucket(chosen_codec, layout_of(bucket), len(members.nodes), self._team),
+                tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
+            )
+            for bucket in plan.buckets
+        )
+        for bucket in buckets:
+            bucket.codec.keeps_before = self._memory_of_codecs is not None
+        algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
+        return PlanState(plan, members, algorithm, buckets, past)
+
+    def _codec_of(self, plan: wire.Plan, members: Members) -> codecs.Codec:
+        """Returns the codec of a plan's buckets. Values that travel to homes and back are encoded there."""
+        if len(members.nodes) == 1 or chosen.parse(plan.reduction.algorithm).at_homes:
+            return codecs.parse("dense")
+        return codecs.parse(plan.reduction.codec)
+
+    def _drop(self, state: PlanState) -> None:
+        """Forgets an active plan, and frees what its codecs remember."""
+        del self._plans[state.plan.id]
+        for rank in state.members.local:
+            self.drop_memory(rank, state.plan.id)
+        for codec in state.codecs:
+            release_codec(codec)
 
     def remember(self, clocks: Mapping[int, Mapping[str, int]]) -> None:
         """Leaves what codecs remember for the next formation. Of a step that is complete in some buckets of a plan and
@@ -205,19 +263,13 @@ class Plans:
         if self._memory_of_codecs is None:
             return
         for state in self:
+            if not any(codec.codec.stateful for codec in state.codecs):
+                continue
             done = clocks.get(state.plan.id, {})
             last = max(done.values(), default=0)
-            for bucket in state.buckets if any(done.get(bucket.name) != last for bucket in state.buckets) else ():
-                if done.get(bucket.name) != last:
-                    continue
-                if bucket.codec.go_back is not None:
-                    bucket.codec.go_back()
-                elif bucket.codec.codec.stateful:
-                    bucket.codec.step -= 1  # as on nodes where it was not complete
-            saved = codec_state.saved(state.codecs)
-            if saved:
-                kept = {key: value for key, value in saved.items() if not key.endswith(":bounds")}
-                self._memory_of_codecs[state.plan.process_set, state.plan.group] = kept
+            begun = [bucket.codec for bucket in state.buckets if done.get(bucket.name) == last]
+            dropped = begun if len(begun) < len(state.buckets) else []
+            self._memory_of_codecs[state.plan.process_set, state.plan.group] = Remembered(state.codecs, dropped)
 
     def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
         """Returns why the plans here cannot go on without these nodes and ranks; empty if they can."""
@@ -231,9 +283,7 @@ class Plans:
     def remove_set(self, process_set: int) -> None:
         """Drops the plans of a process set that has been removed."""
         for state in [s for s in self if s.plan.process_set == process_set]:
-            del self._plans[state.plan.id]
-            for rank in state.members.local:
-                self.drop_memory(rank, state.plan.id)
+            self._drop(state)
         for key in [key for key in self._waiting if key[0] == process_set]:
             del self._waiting[key]
 
@@ -262,6 +312,7 @@ class Plans:
         elif self._memory_of_codecs is not None:
             self._memory_of_codecs.pop((process_set, group), None)
         found = self._of_group(process_set, group)
+        self._loads[process_set, group] += 1
         if found is not None:
             codec_state.restore(found.codecs, state, strict=True)
         else:
@@ -348,15 +399,29 @@ class Plans:
             for s in self
         ]
 
+    def measure(self) -> Job:
+        """Returns a job that measures the residuals for `compression`: it reads all of them. Steps may be taken
+        meanwhile; then a norm is that of some buckets before a step, and of some after it."""
+        states = list(self)
+
+        def measure() -> None:
+            self._squares = {
+                state.plan.id: math.fsum(codec.residual_norm() ** 2 for codec in state.codecs) for state in states
+            }
+
+        return measure
+
     def compression(self) -> dict[str, dict[str, float]]:
         """Returns what compression has saved and cost on this node, by group and in "total": `bytes_dense` that would
         have been sent to other nodes, `bytes_packed` that were, the share `saved`; how many elements were `asked` for,
-        and `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`."""
+        and `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`, as of the last
+        `measure`."""
         groups = {}
         for state in self:
             if any(codec.statistics() for codec in state.codecs):
                 where = f" of process set {state.plan.process_set}" if state.plan.process_set else ""
-                groups[state.plan.group + where] = _sums(state)
+                sums = groups[state.plan.group + where] = _sums(state)
+                sums["squared_norm"] = self._squares.get(state.plan.id, 0.0)  # type: ignore[assignment]
         total: Counter[str] = Counter()
         for sums in groups.values():
             total.update(sums)
@@ -376,11 +441,10 @@ class Plans:
 
 
 def _sums(state: PlanState) -> Counter[str]:
-    """Returns the statistics of all buckets, and of the plans before this one; `squared_norm` of this one only."""
+    """Returns the statistics of all buckets, and of the plans before this one."""
     sums = Counter(state.past)
-    del sums["squared_norm"]
     for codec in state.codecs:
-        sums.update({**codec.statistics(), "squared_norm": codec.residual_norm() ** 2})
+        sums.update(codec.statistics())
     return sums
 
 

@@ -43,6 +43,14 @@ def record_codec(codec: BucketCodec, trace: Instrument, what: About) -> None:
             setattr(codec, name, partial(_call, bound, inside, trace, what, kinds, nbytes))
 
 
+def release_codec(codec: BucketCodec) -> None:
+    """Takes from a codec that is not used any more what refers to it: its memory is freed with the last reference to
+    it, and not when Python looks for cycles."""
+    codec.go_back = None
+    for name in _METHODS.keys() & vars(codec).keys():
+        delattr(codec, name)
+
+
 def _call(
     method: Callable[..., Any],
     inside: list[None],

@@ -20,6 +20,7 @@ from fusiond.core.dispatch import Handlers
 from fusiond.core.effects import Effects
 from fusiond.core.result import Result
 from fusiond.operations.operation import Operation
+from fusiond.operations.thread_work import ThreadWork
 from fusiond.shards import ParameterService
 
 
@@ -30,6 +31,7 @@ class CodecService:
         plans: the active ones, with their codecs.
         homes: of their buckets, on this node.
         operations: those under way, by key.
+        work: on threads.
         outside: acts for it.
         failure: why the job cannot go on; empty if it can.
         failed: called with words for what cannot be used, since its kernels cannot be had, and why.
@@ -40,11 +42,13 @@ class CodecService:
         plans: Plans,
         homes: ParameterService,
         operations: Mapping[OpKey, Operation],
+        work: ThreadWork,
         outside: Effects,
         failure: Callable[[], str],
         failed: Callable[[str, BaseException], None],
     ) -> None:
         self._plans, self._homes, self._operations, self._outside = plans, homes, operations, outside
+        self._work = work
         self._failure, self._failed = failure, failed
         self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
 
@@ -105,19 +109,52 @@ class CodecService:
             return
         try:
             state = array_codec.read(data)
-            of_homes = {key: value for key, value in state.items() if key.startswith(("home:", "sender:"))}
-            of_codecs = {key: value for key, value in state.items() if key not in of_homes}
-            self._plans.load(given.process_set, given.group, of_codecs, given.common)
-            if of_homes and not given.common:
-                self._homes.load(given.process_set, given.group, of_homes)
         except FusionError as error:
-            self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
-        else:
-            self._outside.to_worker(rank, wire.Done(given.handle))
+            self._not_loaded(rank, given, error)
+            return
+        of_homes = {key: value for key, value in state.items() if key.startswith(("home:", "sender:"))}
+        of_codecs = {key: value for key, value in state.items() if key not in of_homes}
+
+        def load() -> None:
+            self._plans.load(given.process_set, given.group, of_codecs, given.common)
+
+        def loaded(error: BaseException | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                if of_homes and not given.common:
+                    self._homes.load(given.process_set, given.group, of_homes)
+            except FusionError as why:
+                self._not_loaded(rank, given, why)
+            else:
+                self._outside.to_worker(rank, wire.Done(given.handle))
+
+        # The worker waits for the answer, so no step of the plan begins here before.
+        self._work.do(0, [load], len(data), loaded)
+
+    def _not_loaded(self, rank: int, given: wire.LoadState, error: FusionError) -> None:
+        self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
 
     def statistics(self, rank: int, handle: int) -> None:
         """A worker asks what compression has saved and cost."""
-        self._outside.to_worker(rank, wire.Done(handle, json.dumps(self._plans.compression()).encode()))
+
+        def answer() -> None:
+            self._outside.to_worker(rank, wire.Done(handle, json.dumps(self._plans.compression()).encode()))
+
+        self.measure(answer)
+
+    def measure(self, then: Callable[[], None]) -> None:
+        """Measures residuals, if there are any, on a thread, and calls `then`."""
+        if not any(codec.codec.stateful for plan in self._plans for codec in plan.codecs):
+            then()
+            return
+
+        def measured(error: BaseException | None) -> None:
+            if error is not None:
+                raise error
+            then()
+
+        self._outside.run_jobs([self._plans.measure()], measured)
 
     def _may_touch_state(self, rank: int, message: wire.SaveState | wire.LoadState) -> bool:
         """Says whether a plan's state is at rest; if not, says so."""
@@ -151,15 +188,19 @@ class CodecService:
             self._prepared.update((codec, name) for name in missing)
             then()
 
-        return not missing or self._prepare(prepare, f"the codec {codec}", prepared)
+        return not missing or self.prepare(prepare, f"the codec {codec}", prepared)
 
     def reductions_of(self, dtypes: Iterable[str], then: Callable[[], None]) -> bool:
         """Says whether the kernels that reduce these element types are there. If not, as `kernels_of`."""
         missing = [DTYPES[name] for name in dtypes if not self._outside.has_kernels(DTYPES[name], ())]
-        return not missing or self._prepare(lambda: cpu.prepare(missing), f"elements of {missing[0]}", then)
+        return not missing or self.prepare(lambda: cpu.prepare(missing), f"elements of {missing[0]}", then)
 
-    def _prepare(self, prepare: Job, what: str, then: Callable[[], None]) -> bool:
-        """Prepares kernels beside the event loop, and calls `then`. Returns False: they are not there yet."""
+    def prepare(self, prepare: Job, what: str, then: Callable[[], None]) -> bool:
+        """Prepares something beside the event loop, and calls `then`. Returns False: it is not there yet.
+
+        Args:
+            what: words for it, should that fail.
+        """
 
         def prepared(error: BaseException | None) -> None:
             if error is not None:

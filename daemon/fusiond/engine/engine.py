@@ -99,6 +99,7 @@ class Engine:
             self._plans,
             self.homes,
             self._operations,
+            self._work,
             outside,
             lambda: self._outcomes.failure,
             self._outcomes.kernels_failed,

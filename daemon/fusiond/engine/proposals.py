@@ -22,6 +22,7 @@ from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
 from fusiond.operations.operation import Operation
 from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.shards import ParameterService
 
 _REMEMBERED = 64  # proposals that were refused, so that a new coordinator can tell nodes that have not heard of it
@@ -107,7 +108,8 @@ class Proposals:
             except FusionError as error:
                 self._outcomes.on_job_failed(f"no plan for {verdict.group!r}: {error}")
                 return
-            if not self._has_kernels(verdict.plan, partial(self.verdict, verdict)):
+            again = partial(self.verdict, verdict)
+            if not (self._has_kernels(verdict.plan, again) and self._is_open(verdict.plan, again)):
                 return
         waiting = self.waiting.pop(key, {})
         self._since.pop(key, None)
@@ -148,6 +150,14 @@ class Proposals:
         if len(self._context.participants.members(plan.process_set).nodes) == 1:
             return True
         return self._codecs.kernels_of(codecs.parse(plan.reduction.codec), dtypes, again)
+
+    def _is_open(self, plan: wire.Plan, again: Callable[[], None]) -> bool:
+        """Returns whether the codecs of a plan may be opened at once, or have been; else opens them beside the event
+        loop, and calls back."""
+        job = self._plans.opening(plan, self._context.participants.members(plan.process_set))
+        if job is None or plan.nbytes <= INLINE_WORK:
+            return True
+        return self._codecs.prepare(job, f"the plan of {plan.group!r}", again)
 
     def _install(self, plan: wire.Plan) -> None:
         why = self._plans.install(plan, self._context.participants.members(plan.process_set))

@@ -21,7 +21,7 @@ class Parts:
     """`Gathering`, `RingFiles`, `DaemonEffects`, `Ending`, the engine and the workers in one; node 1 has ended."""
 
     def __init__(self) -> None:
-        self.workers = self
+        self.workers = self.codecs = self
         self.failure = ""
         self.told: list[object] = []
         self.stopped: list[str] = []
@@ -45,6 +45,9 @@ class Parts:
 
     def current_engine(self) -> Parts:
         return self
+
+    def measure(self, then: Callable[[], None]) -> None:
+        then()
 
     def gone(self) -> frozenset[int]:
         return frozenset({1})

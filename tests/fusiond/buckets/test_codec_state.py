@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from fusion_rt import wire
+from fusion_rt import codecs, wire
+from fusion_rt.codecs.error_feedback import FeedbackBucketCodec
 from fusion_rt.local import array_codec
 from fusiond.buckets.codec_state import State, only_common, steps_of
+from fusiond.buckets.plans import Memory, Plans
 from fusiond.core.errors import RequestError
-from tests.fusiond.simulation import SimulatedJob
+from tests.fusiond.simulation import Node, SimulatedJob
 
 CODEC = "topk(density=0.1, minimum=0, value='fp32')"
 TENSORS = (wire.TensorSpec("a", "float32", (20, 10)), wire.TensorSpec("b", "float32", (300,)))
@@ -50,6 +55,7 @@ def load(job: SimulatedJob, rank: int, state: State, common: bool = False) -> st
     job._handles += 1
     message = wire.LoadState(job._handles, 0, "opt", wire.Place(1, 0), len(data), common)
     job.engine(rank).codecs.load_state(rank, message, data)
+    job.settle()
     answer, _ = job.answer(rank, job._handles)
     return answer.message if isinstance(answer, wire.Failed) else ""
 
@@ -71,6 +77,84 @@ def test_a_state_that_is_given_back_goes_on_bit_by_bit(planned: bool) -> None:
     }
     again = again or Training(other)
     assert [again.step(clock) for clock in range(3, 6)] == expected
+
+
+LARGE = tuple(wire.TensorSpec(f"w{i}", "float32", (300, 200)) for i in range(3))
+
+
+@pytest.fixture
+def opened_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who has opened the codecs of plans, or had the arrays of a state copied: "loop" or "thread", call by call."""
+    seen, inside = list[str](), list[None]()
+    run_jobs, open_plan, load = Node.run_jobs, Plans._open, FeedbackBucketCodec.load_state_dict
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen.append("thread" if inside else "loop")
+            return method(*arguments, **options)
+
+        return call
+
+    def within(job: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            inside.append(None)
+            try:
+                job()
+            finally:
+                inside.pop()
+
+        return run
+
+    monkeypatch.setattr(Node, "run_jobs", lambda self, jobs, then: run_jobs(self, [within(job) for job in jobs], then))
+    monkeypatch.setattr(Plans, "_open", noted(open_plan))
+    monkeypatch.setattr(FeedbackBucketCodec, "load_state_dict", noted(load))
+    return seen
+
+
+@pytest.mark.parametrize("codec", [codec for codec in sorted(codecs.CODECS) if codecs.parse(codec).stateful])
+def test_memory_for_every_parameter_is_written_beside_the_event_loop(codec: str, opened_by: list[str]) -> None:
+    """A loop that did it would send no heartbeats for seconds, with a billion parameters."""
+    memories: list[Memory] = [{}, {}]
+    job = SimulatedJob([1, 1], memories=memories)
+    proposal = replace(PROPOSAL, reduction=wire.Reduction(codec=codec), tensors=LARGE)
+    Training(job, proposal).step(0)
+    before = save(job, 0)
+    Training(job, replace(proposal, clock=1, tensors=LARGE[::-1]))
+    moved = save(job, 0)
+    assert load(job, 0, moved) == ""
+    for node in job.nodes:
+        node.engine.fail_job("the formation is over")
+        node.engine.remember()
+    again = SimulatedJob([1, 1], memories=memories)
+    Training(again, replace(proposal, tensors=LARGE))
+    after = save(again, 0)
+    kinds = [key for key in before if "residual/" in key or "velocity/" in key]
+    assert len(kinds) >= len(LARGE)
+    off = 1e-5 if codec == "demo" else 0  # which transforms what it remembers there and back
+    for key in kinds:
+        kind, name = key.split(":")[1].split("/")
+        for state in (moved, after):
+            (found,) = [value for other, value in state.items() if other.endswith(f"{kind}/{name}")]
+            np.testing.assert_allclose(found, before[key], rtol=0, atol=off)
+    assert set(opened_by) == {"thread"}
+    assert memories == [{}, {}]
+
+
+def test_a_state_that_is_loaded_while_a_plan_is_opened_is_not_lost() -> None:
+    job = SimulatedJob([1, 1])
+    proposal = replace(PROPOSAL, tensors=LARGE)
+    Training(job, proposal).step(0)
+    wanted = save(job, 0)
+    engine, plans = job.nodes[0].engine, Plans()
+    (active,) = engine._plans
+    opening = plans.opening(active.plan, active.members)
+    assert opening is not None
+    opening()
+    plans.load(0, "opt", wanted, False)
+    assert plans.install(active.plan, active.members) == ""
+    found = plans.save(0, "opt", False)
+    assert found.keys() == wanted.keys()
+    assert all((found[key] == wanted[key]).all() for key in wanted)
 
 
 def test_a_new_plan_has_the_residuals_of_the_old_one() -> None:
