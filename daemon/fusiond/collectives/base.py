@@ -50,6 +50,11 @@ class Port(Protocol):
     def send(self, position: int, part: int, start: int, hop: int, payload: memoryview | bytes) -> None:
         """Sends one chunk to a peer, as soon as its credit allows."""
 
+    def work(self, nbytes: int, job: Job, then: Callable[[], None]) -> None:
+        """Runs a job that touches so many bytes, and then `then`: both at once if they are few; else the job on a
+        thread, so that the event loop goes on meanwhile. The exchange receives nothing before `then` has returned.
+        What the job raises fails the operation."""
+
     def finish(self) -> None:
         """All chunks have been received; called once. The engine delivers when what was sent has been consumed."""
 
@@ -81,7 +86,7 @@ class Exchange(ABC):
         """Sends what can be sent; in a process set on one node, finishes."""
 
     def abandon(self) -> None:  # noqa: B027 - most have nothing to give back
-        """The operation has failed, and its jobs have ended: a codec gets back what was taken from its residual."""
+        """The operation has failed, and no job of it runs: a codec gets back what was taken from its residual."""
 
     @abstractmethod
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:

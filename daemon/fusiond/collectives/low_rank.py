@@ -28,6 +28,9 @@ class _Stage:
         self.nbytes += len(payload)
         self._port.send(position, self._number * _PARTS + part, start, hop, payload)
 
+    def work(self, nbytes: int, job: Job, then: Callable[[], None]) -> None:
+        self._port.work(nbytes, job, then)
+
     def finish(self) -> None:
         self._then()
 
@@ -61,6 +64,7 @@ class LowRank(Exchange):
         self._stages: list[_Stage] = []
         self._exchange: Exchange | None = None
         self._early: list[_Early] = []
+        self._is_applied = False
         self.local_nbytes = len(outputs[0]) * reducer.dtype.itemsize * (len(sources) + 3)  # what the products read
 
     def jobs(self, threads: int) -> Sequence[Job]:
@@ -80,7 +84,7 @@ class LowRank(Exchange):
         """No rank takes this step: the residual is what it was before."""
         if self._factors and self._codec.go_back is not None:
             self._codec.go_back()
-        elif self._factors:
+        elif self._factors and not self._is_applied:  # else the result is where the gradient was
             self._codec.undo(self._values)
             self._codec.step -= 1  # which nodes that had not begun have not counted
         self._factors = []
@@ -100,32 +104,47 @@ class LowRank(Exchange):
         self._exchange.receive(position, part, payload)
 
     def _first_summed(self) -> None:
-        if not self._codec.usable(self._factors[0]):
+        self._work(self._second, self._begin_second)
+
+    def _second(self) -> None:
+        if self._codec.usable(self._factors[0]):
+            self._factors.append(self._codec.second(self._factors[0]))
+        else:
             self._undo()
+
+    def _begin_second(self) -> None:
+        if not self._factors:
+            self._finish()
             return
-        self._factors.append(self._codec.second(self._factors[0]))
         self._sum(self._second_summed)
         early, self._early = self._early, []
         for position, chunk, payload in early:
             self.receive(position, chunk, memoryview(payload))
 
     def _second_summed(self) -> None:
-        if not self._codec.usable(self._factors[1]):
+        self._work(self._apply, self._finish)
+
+    def _apply(self) -> None:
+        if self._codec.usable(self._factors[1]):
+            self._is_applied = True
+            self._codec.finish(self._factors[1], self._outputs, self._reducer.postscale, self._reducer.divisor)
+        else:
             self._undo()
-            return
-        self._codec.finish(self._factors[1], self._outputs, self._reducer.postscale, self._reducer.divisor)
-        self._finish()
 
     def _undo(self) -> None:
         """Undoes the step: the gradient of some node is not finite. All nodes have the same sum, and so all do this."""
         self._codec.undo(self._values)
         spoil(self._outputs, self._codec.layout)
-        self._finish()
+        self._factors = []
+
+    def _work(self, job: Job, then: Callable[[], None]) -> None:
+        self.port.work(self.local_nbytes, job, then)
 
     def _finish(self) -> None:
         nodes = self.port.nodes
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
         self._codec.note_sent(sum(stage.nbytes for stage in self._stages), dense)
+        self._stages, self._exchange = [], None  # which call back into this exchange: else a cycle would hold it
         self.port.finish()
 
     def _sum(self, then: Callable[[], None]) -> None:

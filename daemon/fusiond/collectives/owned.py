@@ -73,7 +73,8 @@ class Compressed(Exchange):
         self._assemblies: dict[tuple[int, int], pieces.Assembly] = {}
         self._received: set[tuple[int, int]] = set()
         passes = 1 if chosen else len(sources) + 3  # what compressing reads
-        self.local_nbytes = len(outputs[0]) * reducer.dtype.itemsize * passes
+        self._nbytes = len(outputs[0]) * reducer.dtype.itemsize
+        self.local_nbytes = self._nbytes * passes
 
     def jobs(self, threads: int) -> Sequence[Job]:
         return [self._contribute]
@@ -115,29 +116,34 @@ class Compressed(Exchange):
             _TAG.pack(zlib.crc32(repr((codec.step, codec.bounds, spoiled)).encode())) for spoiled in (False, True)
         )
 
-    def _send(self, position: int, part: int, payload: memoryview | bytes) -> None:
-        whole = self._spoiled_tag if self._spoiled else self._tag + bytes(payload)
+    def _tagged(self, payload: memoryview | bytes) -> bytes:
+        """Returns a payload as it is sent."""
+        return self._spoiled_tag if self._spoiled else self._tag + bytes(payload)
+
+    def _send(self, position: int, part: int, whole: bytes) -> None:
         self._sent_nbytes += len(whole)
         pieces.send(self.port, position, part, whole)
 
-    def _assembled(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> memoryview | None:
-        """Returns a part that a peer has sent, without its tag, when it is complete; nothing where it is `_spoiled`."""
+    def _complete(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> pieces.Assembly | None:
+        """Takes a chunk; returns what a peer has sent when all of it is there."""
         key = chunk.part, position
         if position == self.port.position or chunk.hop or key in self._received:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
         assembly = self._assemblies.setdefault(key, pieces.Assembly(limit + _TAG.size, self.port.chunk_bytes))
-        whole = assembly.add(chunk.start, payload)
-        if whole is None:
+        if not assembly.add(chunk.start, payload):
             return None
-        del self._assemblies[key]
         self._received.add(key)
-        view = memoryview(whole)
+        return self._assemblies.pop(key)
+
+    def _opened(self, position: int, name: str, assembly: pieces.Assembly) -> memoryview:
+        """Returns what a peer has sent, without its tag; nothing where it is `_spoiled`."""
+        view = assembly.whole()
         if view == self._spoiled_tag:
             self._spoiled = True
             return view[_TAG.size :]
         if view[: _TAG.size] != self._tag:
             raise ExchangeError(
-                f"node {position} has compressed {chunk.key.name!r} in another number of steps, or in other ranges, "
+                f"node {position} has compressed {name!r} in another number of steps, or in other ranges, "
                 f"than this one ({self._codec.step}); load a checkpoint on all ranks, or on none"
             )
         return view[_TAG.size :]
@@ -151,17 +157,24 @@ class Compressed(Exchange):
         self._codec.write(portion, self._outputs, self._reducer.postscale, self._reducer.divisor)
 
     def _finish(self) -> None:
-        nodes = self.port.nodes
-        if self._spoiled:
-            self._codec.undo(self._mine, self._values)
-            spoil(self._outputs, self._codec.layout)
-        else:
+        """All is written, or the step is spoiled."""
+        self.port.work(self._nbytes, self._end, self._ended)
+
+    def _end(self) -> None:
+        if not self._spoiled:
             self._codec.complete(self._outputs, self._reducer.postscale, self._reducer.divisor)
-        dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
-        self._codec.note_sent(self._sent_nbytes, dense)
+            return
+        self._codec.undo(self._mine, self._values)
+        self._mine = None
+        spoil(self._outputs, self._codec.layout)
+
+    def _ended(self) -> None:
+        nodes = self.port.nodes
         if self._codec.keeps_before and self._chosen is not None and not self._spoiled:
             self._codec.go_back = partial(_put_back, self._codec, self._mine, self._revoke)
         self._mine = None
+        dense = 2 * self._nbytes * (nodes - 1) // nodes
+        self._codec.note_sent(self._sent_nbytes, dense)
         if self._chosen is not None:
             self._chosen.correct(self._spoiled)
         self.port.finish()
@@ -180,17 +193,32 @@ class Owned(Compressed):
 
     def start(self) -> None:
         self._begin()
-        codec, here, nodes = self._codec, self.port.position, self.port.nodes
+        codec, nodes = self._codec, self.port.nodes
         self._adapting = codec.adapts and (codec.step - 1) % _ADAPT_EVERY == 0
         self._counts: dict[int, list[int]] = {}
         self._contributions: dict[int, Portion] = {}
+        self._packed: list[tuple[int, bytes]] = []  # with the position that it goes to
         self._total: Portion = None
+        self._result = b""
         self._added = 0
+        self._has_concluded = self._has_sent = False
+        assert nodes > 1
+        self.port.work(self._nbytes, self._pack, self._begun)
+
+    def _pack(self) -> None:
+        """Packs this node's contribution to each owner; its own goes to the sum."""
+        codec, here, nodes = self._codec, self.port.position, self.port.nodes
         for distance in range(1, nodes):  # so that no node is everybody's first target
             position = (here + distance) % nodes
-            self._send(position, _CONTRIBUTION, codec.pack(self._mine, *self._range(position)))
+            self._packed.append((position, self._tagged(codec.pack(self._mine, *self._range(position)))))
         low, high = self._range(here)
         self._contributed(here, codec.unpack(codec.pack(self._mine, low, high), low, high))
+
+    def _begun(self) -> None:
+        for position, whole in self._packed:
+            self._send(position, _CONTRIBUTION, whole)
+        self._packed.clear()
+        self._go_on()
 
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
         if chunk.part not in (_CONTRIBUTION, _RESULT):
@@ -200,25 +228,30 @@ class Owned(Compressed):
         result = chunk.part == _RESULT
         low, high = self._range(position if result else self.port.position)
         extra = ranges.BINS * _COUNTS.itemsize if result and self._adapting else 0
-        packed = self._assembled(position, chunk, payload, self._codec.max_encoded_nbytes(high - low) + extra)
-        if packed is None:
+        assembly = self._complete(position, chunk, payload, self._codec.max_encoded_nbytes(high - low) + extra)
+        if assembly is not None:
+            take = self._take_result if result else self._take_contribution
+            self.port.work(self._nbytes, partial(take, position, chunk.key.name, assembly), self._go_on)
+
+    def _take_contribution(self, position: int, name: str, assembly: pieces.Assembly) -> None:
+        packed = self._opened(position, name, assembly)
+        portion = None if self._spoiled else self._codec.unpack(packed, *self._range(self.port.position))
+        self._contributed(position, portion)
+
+    def _take_result(self, position: int, name: str, assembly: pieces.Assembly) -> None:
+        packed = self._opened(position, name, assembly)
+        if self._spoiled:
             return
-        portion = None
-        if not self._spoiled:
-            if len(packed) < extra:
-                raise CodecError(f"node {position} did not say where the values of its range are")
-            portion = self._codec.unpack(packed[extra:], low, high)
-        if not result:
-            self._contributed(position, portion)
-            return
-        if portion is not None:
-            if extra:
-                self._counts[position] = np.frombuffer(packed[:extra], _COUNTS).tolist()
-            self._write(portion)
-        self._finish_if_complete()
+        extra = ranges.BINS * _COUNTS.itemsize if self._adapting else 0
+        if len(packed) < extra:
+            raise CodecError(f"node {position} did not say where the values of its range are")
+        portion = self._codec.unpack(packed[extra:], *self._range(position))
+        if extra:
+            self._counts[position] = np.frombuffer(packed[:extra], _COUNTS).tolist()
+        self._write(portion)
 
     def _contributed(self, position: int, portion: Portion) -> None:
-        """Adds up what has come, as far as it is next in the order of the nodes."""
+        """Adds up what has come, as far as it is next in the order of the nodes; then the sum is concluded."""
         self._contributions[position] = portion
         while self._added in self._contributions:
             portion = self._contributions.pop(self._added)
@@ -238,21 +271,27 @@ class Owned(Compressed):
                 said = np.array(self._counts[here], _COUNTS).tobytes()
             kept = codec.conclude(self._total, self.port.nodes)
             self._revoke = partial(codec.revoke, self._total, kept)
-            payload = said + bytes(codec.pack(kept, low, high))
-        for distance in range(1, self.port.nodes):
-            self._send((here + distance) % self.port.nodes, _RESULT, payload)
-        if not self._spoiled:
-            self._write(codec.unpack(payload[len(said) :], low, high))
-        self._added += 1
-        self._finish_if_complete()
+            payload = bytes(codec.pack(kept, low, high))
+        self._result = self._tagged(said + payload)
+        self._payload = payload
+        self._has_concluded = True
 
-    def _finish_if_complete(self) -> None:
-        nodes = self.port.nodes
-        if self._added <= nodes or sum(part == _RESULT for part, _ in self._received) < nodes - 1:
-            return
-        if self._adapting and not self._spoiled:
-            self._codec.bounds = ranges.adapted(self._codec, [self._counts[node] for node in range(nodes)])
-        self._finish()
+    def _go_on(self) -> None:
+        """Sends this node's sum once it is there, writes it, and finishes when all others have come."""
+        here, nodes = self.port.position, self.port.nodes
+        if self._has_concluded and not self._has_sent:
+            self._has_sent = True
+            for distance in range(1, nodes):
+                self._send((here + distance) % nodes, _RESULT, self._result)
+            self.port.work(self._nbytes, self._write_own, self._go_on)
+        elif self._has_sent and sum(part == _RESULT for part, _ in self._received) == nodes - 1:
+            if self._adapting and not self._spoiled:
+                self._codec.bounds = ranges.adapted(self._codec, [self._counts[node] for node in range(nodes)])
+            self._finish()
+
+    def _write_own(self) -> None:
+        if not self._spoiled:
+            self._write(self._codec.unpack(self._payload, *self._range(self.port.position)))
 
     def _range(self, position: int) -> tuple[int, int]:
         return self._codec.bounds[position], self._codec.bounds[position + 1]
@@ -263,29 +302,42 @@ class Gathered(Compressed):
 
     def start(self) -> None:
         self._begin()
-        codec, here, nodes = self._codec, self.port.position, self.port.nodes
-        elements = codec.layout.elements
-        payload = codec.pack(self._mine, 0, elements)
+        self._portions: dict[int, Portion] = {}
+        self._whole = b""
+        self.port.work(self._nbytes, self._pack, self._begun)
+
+    def _pack(self) -> None:
+        elements = self._codec.layout.elements
+        payload = self._codec.pack(self._mine, 0, elements)
+        self._whole = self._tagged(payload)
+        self._portions[self.port.position] = self._codec.unpack(payload, 0, elements)
+
+    def _begun(self) -> None:
+        here, nodes = self.port.position, self.port.nodes
         for distance in range(1, nodes):
-            self._send((here + distance) % nodes, _CONTRIBUTION, payload)
-        self._portions = {here: codec.unpack(payload, 0, elements)}
+            self._send((here + distance) % nodes, _CONTRIBUTION, self._whole)
         self._add_if_complete()
 
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
         if chunk.part != _CONTRIBUTION:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} is no contribution")
+        assembly = self._complete(position, chunk, payload, self._codec.max_encoded_nbytes(self._codec.layout.elements))
+        if assembly is not None:
+            take = partial(self._take, position, chunk.key.name, assembly)
+            self.port.work(self._nbytes, take, self._add_if_complete)
+
+    def _take(self, position: int, name: str, assembly: pieces.Assembly) -> None:
+        packed = self._opened(position, name, assembly)
         elements = self._codec.layout.elements
-        packed = self._assembled(position, chunk, payload, self._codec.max_encoded_nbytes(elements))
-        if packed is not None:
-            self._portions[position] = None if self._spoiled else self._codec.unpack(packed, 0, elements)
-            self._add_if_complete()
+        self._portions[position] = None if self._spoiled else self._codec.unpack(packed, 0, elements)
 
     def _add_if_complete(self) -> None:
-        if len(self._portions) < self.port.nodes:
-            return
+        if len(self._portions) == self.port.nodes:
+            self.port.work(self._nbytes, self._add, self._finish)
+
+    def _add(self) -> None:
         if not self._spoiled:
             total = self._portions.pop(0)
             for position in range(1, self.port.nodes):
-                total = self._codec.add(total, self._portions[position])
+                total = self._codec.add(total, self._portions.pop(position))
             self._write(total)
-        self._finish()

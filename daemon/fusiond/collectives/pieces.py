@@ -25,11 +25,11 @@ class Assembly:
 
     def __init__(self, limit: int, piece: int) -> None:
         self._limit, self._piece = limit, piece
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: dict[int, bytes | memoryview] = {}
         self._expected = 0  # pieces; 0 until the last has come
 
-    def add(self, start: int, payload: memoryview) -> memoryview | bytes | None:
-        """Takes a piece; returns the payload when it is complete. One that is a single piece is not copied.
+    def add(self, start: int, payload: memoryview) -> bool:
+        """Takes a piece; returns whether the payload is complete. One that is a single piece is not copied.
 
         Raises:
             ExchangeError: the piece is not part of a payload of that limit, or came before.
@@ -44,9 +44,11 @@ class Assembly:
             raise ExchangeError(f"the piece at {start} came twice")
         if last:
             self._expected = number + 1
-            if number == 0:
-                return payload
-        self._pieces[start] = bytes(payload)
-        if len(self._pieces) == self._expected:
-            return b"".join(self._pieces[at] for at in sorted(self._pieces))
-        return None
+        self._pieces[start] = payload if last and number == 0 else bytes(payload)
+        return len(self._pieces) == self._expected
+
+    def whole(self) -> memoryview:
+        """Returns the complete payload, and forgets its pieces."""
+        found = [self._pieces[at] for at in sorted(self._pieces)]
+        self._pieces.clear()
+        return memoryview(found[0] if len(found) == 1 else b"".join(found))

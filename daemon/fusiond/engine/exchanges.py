@@ -337,10 +337,12 @@ class Exchanges:
             return
         if node not in operation.members.nodes:
             return
-        if chunk.digest == operation.digest and operation.started:
-            self.executor.receive(operation, node, chunk, payload)
-        else:
+        if chunk.digest != operation.digest or not operation.started:
             self._take_early(operation, node, chunk, payload)
+        elif operation.working:
+            self._wait(operation, node, chunk, payload)
+        else:
+            self.executor.receive(operation, node, chunk, payload)
 
     def _take_early(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         """A chunk waits until the workers here have come that far, unless it does not fit what they submitted."""
@@ -348,13 +350,15 @@ class Exchanges:
         if is_known and chunk.digest != operation.digest:
             self._peer_disagrees(operation, node, chunk)
             return
-        early = operation.early_from.get(node, 0)
-        self._check_credit(operation, early, len(payload))
-        operation.early.append((node, chunk, payload))
-        operation.early_from[node] = early + 1
+        self._wait(operation, node, chunk, payload)
         operation.peers_digest = chunk.digest
         if operation.asked or self._participants.joined:
             self.agreement.peer_has_begun(operation)
+
+    def _wait(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        """Has a chunk wait until the exchange of its operation takes it."""
+        self._check_credit(operation, sum([sender == node for sender, _, _ in operation.early]), len(payload))
+        operation.early.append((node, chunk, payload))
 
     def _peer_disagrees(self, operation: Operation, node: int, chunk: wire.Chunk) -> None:
         if chunk.key.plan:
@@ -454,7 +458,7 @@ class Exchanges:
     def fail(self, error: str) -> None:
         """Forgets everything under way: the job cannot go on, for this reason."""
         for operation in self._operations.values():
-            if operation.exchange is not None and operation.started:
+            if operation.exchange is not None and operation.started and not operation.working:
                 operation.exchange.abandon()
         self._operations.clear()
 

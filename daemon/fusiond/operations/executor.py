@@ -34,7 +34,7 @@ from fusiond.core.tracing import recorded_jobs
 from fusiond.operations.node_parts import NodeParts, combined
 from fusiond.operations.operation import Operation
 from fusiond.operations.staging import Scratch, Staging
-from fusiond.operations.thread_work import INLINE_WORK, PLAIN_WORK, ThreadWork
+from fusiond.operations.thread_work import INLINE_WORK, PLAIN_WORK, Act, ThreadWork
 from fusiond.transport.flow_control import FlowPort
 
 
@@ -228,19 +228,21 @@ class Executor:
 
     def _open(self, operation: Operation) -> FlowPort:
         """Opens the way of an operation to the other nodes: from now on it runs."""
+        key, outside = operation.key, self._outside  # the port must not hold the operation: see `Operation.close`
         chunk_bytes, window_bytes = self.limits(operation.tuning)
         parts = operation.parts.values()
         operation.port = FlowPort(
-            operation.key,
+            key,
             operation.digest,
             operation.members.nodes,
             self._node,
             chunk_bytes,
             window_bytes,
             partial(self._outside.send_chunk, urgency=min([part.urgency for part in parts], default=0)),
-            lambda node, chunks: self._outside.to_node(node, wire.Credit(operation.key, chunks)),
+            lambda node, chunks: outside.to_node(node, wire.Credit(key, chunks)),
             partial(self._exchange_finished, operation),
             self._trace,
+            work=partial(self._work_for, operation),
         )
         what = operation.about
         size = next((part.values.nbytes for part in parts), 0)
@@ -336,8 +338,38 @@ class Executor:
         except Exception as error:
             self._failed(operation, error)
             return
-        while operation.early and self.receive(operation, *operation.early.popleft()):
+        self._take_waiting(operation)
+
+    def _take_waiting(self, operation: Operation) -> None:
+        """Gives the exchange of an operation the chunks that wait for it, until it works on one."""
+        while operation.early and not operation.working and self.receive(operation, *operation.early.popleft()):
             pass
+
+    def _work_for(self, operation: Operation, nbytes: int, job: Job, then: Act) -> None:
+        """Runs a job of an exchange that has started; see `Port.work`."""
+        if nbytes <= PLAIN_WORK:
+            job()
+            then()
+            return
+        operation.working = True
+        self._work.do(operation.key.plan, [job], math.inf, partial(self._worked, operation, then))
+
+    def _worked(self, operation: Operation, then: Act, error: BaseException | None) -> None:
+        operation.working = False
+        if self._operations.get(operation.key) is not operation:  # it has failed in the meantime
+            assert operation.exchange is not None
+            operation.exchange.abandon()
+            operation.failed()
+            return
+        operation.since = self._outside.clock()
+        try:
+            if error is not None:
+                raise error
+            then()
+        except Exception as failure:
+            self._failed(operation, failure)
+            return
+        self._take_waiting(operation)
 
     def receive(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> bool:
         """Gives the exchange of an operation that has started a chunk. Returns whether it goes on then: it has neither
@@ -387,6 +419,7 @@ class Executor:
         assert operation.exchange is not None
         assert operation.staging is not None
         if self._operations.get(operation.key) is not operation:
+            operation.exchange.abandon()
             operation.failed()
         elif error is not None:
             self._failed(operation, error)

@@ -20,6 +20,10 @@ from fusiond.operations.staging import Staging
 from fusiond.transport.flow_control import FlowPort
 
 
+def _nothing() -> None:
+    """Substitutes for a callback."""
+
+
 @dataclass(slots=True)
 class Operation:
     """One operation under way on this node.
@@ -36,11 +40,11 @@ class Operation:
         peers_digest: the one that came from peers, when nothing has come from local members.
         shared: the result that goes to workers in messages.
         answer: what workers are told about an operation without data.
-        early: chunks that came before it could start, with their sender's node; `early_from`: how many of each node.
+        early: chunks that wait for its exchange, with their sender's node: it has not started, or works on another.
         disputed: it cannot start here: submissions or a peer's data do not fit.
         heard: when a chunk last came from a node (s).
         taking: the exchange is taking a chunk; `over`: with that one it has finished.
-        working: the kernel pool has jobs of it.
+        working: the kernel pool has jobs of it: its exchange is not touched meanwhile, and chunks wait in `early`.
         seconds: time-out that a local member has set, the shortest; 0: none. `until`: when it is up (s).
         failed: is called when it has failed, and its jobs have ended.
         is_here: nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in.
@@ -66,7 +70,6 @@ class Operation:
     shared: Array | None = None
     answer: tuple[int, ...] = ()
     early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
-    early_from: dict[int, int] = field(default_factory=dict)
     disputed: bool = False
     heard: dict[int, float] = field(default_factory=dict)
     taking: bool = False
@@ -74,7 +77,7 @@ class Operation:
     working: bool = False
     seconds: float = 0.0
     until: float = math.inf
-    failed: Callable[[], None] = lambda: None
+    failed: Callable[[], None] = _nothing
     is_here: bool = True
     staging: Staging | NodeParts | None = None
 
@@ -87,6 +90,16 @@ class Operation:
     def what(self) -> str:
         """The operation, as it is named in messages to people."""
         return self.key.in_words
+
+    def close(self) -> None:
+        """Ends the operation, after its workers are answered: its exchange is freed with the last reference to it.
+
+        The port's way back to the operation would close a circle. Python's garbage collector, which counts objects and
+        not bytes, would leave buckets' scratch memory in it for many steps.
+        """
+        self.failed = _nothing
+        if self.port is not None:
+            self.port.close()
 
     def traffic(self, node: int, now: float) -> tuple[wire.Traffic, ...]:
         """Returns what has gone between this node and its peers, once the exchange is there; now in seconds."""

@@ -58,6 +58,7 @@ class Outcomes:
 
     def completed(self, operation: Operation) -> None:
         """The workers have their results."""
+        operation.close()
         self.count += 1
         self.nbytes += sum([part.values.nbytes for part in operation.parts.values()])
         if len(operation.members.nodes) > 1:
@@ -104,9 +105,9 @@ class Outcomes:
         what = about_key(key)
         self._context.trace.record(Kind.FAILED, what.name, 0, what.clock, what.plan)
         operation = self._context.operations.pop(key, None)
-        if operation is not None and operation.exchange is not None and operation.started:
+        if operation is not None and not operation.working and operation.exchange is not None and operation.started:
             operation.exchange.abandon()
-        if operation is not None and operation.working:  # threads still write into the workers' memory
+        if operation is not None and operation.working:  # threads still write into the workers' memory, and the codec's
             operation.failed = partial(self._refuse_all, operation, error, missing)
         elif operation is not None:
             self._refuse_all(operation, error, missing)
@@ -117,6 +118,7 @@ class Outcomes:
             if part.selected is not None and operation.exchange is None:
                 part.selected.disown()
             self._context.outside.to_worker(rank, wire.Failed(part.handle, error, tuple(missing)))
+        operation.close()
 
     # --- exceptions ---------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,16 @@ def window_chunks(window_bytes: int, chunk_bytes: int) -> int:
     return max(2, window_bytes // chunk_bytes)
 
 
+def _nothing() -> None:
+    """Substitutes for a callback."""
+
+
+def _at_once(nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
+    """Works in the thread that asks for it."""
+    job()
+    then()
+
+
 @dataclass(slots=True)
 class _Flow:
     """Chunks between this node and one position.
@@ -70,6 +80,7 @@ class FlowPort:
         trace: records chunks that wait.
         kind: the chunks' type.
         lends: large payloads are memory that changes when the exchange is over (`Exchange.lends`).
+        work: see `Port.work`.
     """
 
     key: wire.OpKey
@@ -84,6 +95,7 @@ class FlowPort:
     trace: Instrument = NULL
     kind: type[wire.Chunk] = wire.Chunk
     lends: bool = True
+    work: Callable[[int, Callable[[], None], Callable[[], None]], None] = _at_once
     _flows: defaultdict[int, _Flow] = field(default_factory=partial(defaultdict, _Flow))  # by position
     _done: bool = False
     _told: bool = False
@@ -91,6 +103,11 @@ class FlowPort:
     def __post_init__(self) -> None:
         self.position, self.nodes = self.members.index(self.node), len(self.members)
         self._window = window_chunks(self.window_bytes, self.chunk_bytes)
+
+    def close(self) -> None:
+        """Calls nothing back any more."""
+        self.finished = _nothing
+        self.work = _at_once
 
     def send(self, position: int, part: int, start: int, hop: int, payload: bytes | memoryview) -> None:
         chunk = self.kind(self.key, self.digest, part, start, hop)

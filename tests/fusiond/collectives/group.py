@@ -40,6 +40,10 @@ class GroupPort:
         self._group.under_way.append((self.position, position, wire.Chunk(KEY, 0, part, start, hop), payload))
         self._group.sent_bytes[self.position] += len(payload)
 
+    def work(self, nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
+        job()
+        then()
+
     def finish(self) -> None:
         self.finished += 1
 

@@ -33,8 +33,8 @@ class Seen:
         seen = self
 
         class Port(FlowPort):
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__(*arguments)
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
                 seen.chunks.append(arguments[4])
                 seen.windows.append(arguments[5])
 
