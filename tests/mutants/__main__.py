@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import shutil
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="changes that are tried at a time")
     parser.add_argument("--group", choices=GROUPS, action="append", help="only these folders")
     parser.add_argument("--list", action="store_true", help="show the sample")
+    parser.add_argument("--most", type=float, default=60.0, help="seconds of tests for a change, but for --again")
     parser.add_argument("--again", nargs="*", metavar="NAME", help="try survivors once more")
     parser.add_argument("--fresh", action="store_true", help="forget earlier work")
     parser.add_argument("--report", action="store_true", help="only write results.json")
@@ -69,7 +71,8 @@ def main() -> int:
         pending = [(group, change) for group, change in drawn if work.result(change) is None]
     if not choices.report:
         work.remember(drawn)
-        attempt_all(pending, work, choices.jobs, talkative=bool(choices.again))
+        most = math.inf if choices.again is not None else choices.most
+        attempt_all(pending, work, choices.jobs, most, talkative=bool(choices.again))
     return report(drawn, work, choices)
 
 
@@ -143,7 +146,7 @@ class Work:
             self._db.set_result(change.name, WorkResult(WorkerOutcome.NORMAL, json.dumps(outcome), killed))
 
 
-def attempt_all(pending: Sequence[tuple[str, Change]], work: Work, jobs: int, talkative: bool) -> None:
+def attempt_all(pending: Sequence[tuple[str, Change]], work: Work, jobs: int, most: float, talkative: bool) -> None:
     """Tries changes, some at a time."""
     if not pending:
         return
@@ -161,7 +164,7 @@ def attempt_all(pending: Sequence[tuple[str, Change]], work: Work, jobs: int, ta
         try:
             while True:
                 group, change = todo.get_nowait()
-                verdict = attempt(copy, watched[group], change)
+                verdict = attempt(copy, watched[group], change, most)
                 work.record(change, verdict)
                 done[verdict.outcome] += 1
                 progress = f"[{done.total()}/{len(pending)} {time.monotonic() - began:.0f} s]"
@@ -184,11 +187,11 @@ def attempt_all(pending: Sequence[tuple[str, Change]], work: Work, jobs: int, ta
         thread.join()
 
 
-def attempt(copy: Copy, watched: Watched, change: Change) -> Verdict:
+def attempt(copy: Copy, watched: Watched, change: Change, most: float) -> Verdict:
     """Tries one change."""
     source = (TREE / change.module).read_text(encoding="utf-8")
     code = changes.mutated(source, change.operator, change.occurrence)
-    tests = watched.tests_of(source, change)
+    tests = watched.tests_of(source, change, most)
     spent = 0.0
     for files, some in watched.rounds(TREE, tests):
         verdict = copy.attempt(change.module, code, files, some, list(watched.tests), watched.limit(some))

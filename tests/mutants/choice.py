@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import difflib
 import glob
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,12 +59,15 @@ class Watched:
         """Returns the seconds after which a change hangs."""
         return _LEAST_S + _SLOWER * sum(self.tests[test]["seconds"] for test in tests)
 
-    def tests_of(self, source: str, change: Change) -> list[str]:
+    def tests_of(self, source: str, change: Change, most: float = math.inf) -> list[str]:
         """Chooses the tests of a change in `source`, in their order.
 
-        These are the tests that run its statement and then those that are blind; for a line that no test was seen to
-        run (of a kernel, of a module itself), those that run its function, or all. A test that failed without a change
-        is left out.
+        These are the tests that run its statement and then those that are blind. Where no test was seen to run it (a
+        kernel's, a class's or a module's own), they are those that run its function, any of its module, or all. A test
+        that failed without a change is left out.
+
+        Args:
+            most: seconds that they may take; the dearest are left out.
         """
         lines = self._of_module(change.module)
         seen: set[str] = set()
@@ -71,6 +76,8 @@ class Watched:
                 seen |= lines.get(line, set())
             if seen:
                 break
+        else:
+            seen = set().union(*lines.values())
         useful = [
             name
             for name, test in self.tests.items()
@@ -84,7 +91,9 @@ class Watched:
             seconds = self.tests[name]["seconds"]
             return name not in seen, not related, sum(seconds > limit for limit in _BINS_S), file
 
-        return sorted(useful, key=order)
+        ordered = sorted(useful, key=order)
+        sums = itertools.accumulate(self.tests[name]["seconds"] for name in ordered)
+        return [name for name, total in zip(ordered, sums, strict=True) if total <= most] or ordered[:1]
 
     def _of_module(self, module: str) -> dict[int, set[str]]:
         if module not in self._lines:

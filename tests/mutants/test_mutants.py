@@ -118,7 +118,8 @@ def test_a_change_is_tried_on_the_tests_that_run_its_line_quick_ones_first_and_b
     known = watched(tmp_path)
     assert known.tests_of(OLD, change(2)) == ["test_a.py::quick", "test_a.py::slow", "test_b.py::blind"]
     assert known.tests_of(OLD, change(5)) == ["test_a.py::other", "test_b.py::blind"]
-    assert len(known.tests_of(OLD, change(6))) == 4  # who uses a constant is not known
+    assert len(known.tests_of(OLD, change(6))) == 4  # what uses a constant is not known
+    assert known.tests_of(OLD, change(2), most=2.0) == ["test_a.py::quick"]
 
 
 def test_lines_are_found_again_when_others_have_come(tmp_path: Path) -> None:
