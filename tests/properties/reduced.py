@@ -65,12 +65,26 @@ class Reduced:
         routes = {"dense_route": route} if route in ("ring", "doubling") else {"sparse_route": route}
         large = {"fusion_threshold": 1 << 20, "chunk_bytes": 1 << 16, "window_bytes": 1 << 18}
         self.job = SimulatedJob(layout, seed, **large, **routes)
-        how = wire.Reduction(op, prescale=prescale, codec=codec)
-        self.plan = self.job.plan(wire.Proposal("opt", 0, 0, how, tuple(net)))
+        self._how = wire.Reduction(op, prescale=prescale, codec=codec)
+        self._choose = np.random.default_rng(seed)
+        self.clock = self._joins = 0
+        self.gone: dict[int, int] = {}  # ranks that have joined, and the handles of that
+        self.propose(net)
+
+    def propose(self, net: Sequence[wire.TensorSpec]) -> None:
+        """Makes a plan, in place of the one that there is."""
+        self.plan = self.job.plan(wire.Proposal("opt", 0, 0, self._how, tuple(net)))
         self.buckets = self.plan.buckets
         self._memory = self.job.add_plan_memory(self.plan)
-        self._choose = np.random.default_rng(seed)
-        self.clock = 0
+
+    def join(self, *ranks: int) -> None:
+        """These ranks join; when all have, all come back."""
+        for rank in ranks:
+            self.gone[rank] = self.job.submit(rank, f"join{self._joins}", wire.Signature("join"))
+            self.job.settle()
+        if len(self.gone) == self.job.size:
+            assert all(self.job.is_answered(rank, handle) for rank, handle in self.gone.items())
+            self.gone, self.clock, self._joins = {}, wire.first_clock_after_join(self.clock), self._joins + 1
 
     def place(self, rank: int, bucket: wire.Bucket) -> Array:
         """A rank's memory of a bucket."""
@@ -85,7 +99,8 @@ class Reduced:
             rescale: factor of what was not sent before.
         """
         handles: list[tuple[int, int]] = []
-        for rank in self.job.ranks:
+        present = [rank for rank in self.job.ranks if rank not in self.gone]
+        for rank in present:
             for index in self._choose.permutation(len(self.buckets)).tolist():
 
                 def post(rank: int = rank, index: int = index) -> None:
@@ -104,8 +119,8 @@ class Reduced:
             message, _ = self.job.answer(rank, handle)
             assert isinstance(message, wire.Done), message
         for bucket in self.buckets:
-            assert len({self.place(rank, bucket).tobytes() for rank in self.job.ranks}) == 1
-        return [self.place(0, bucket).copy() for bucket in self.buckets]
+            assert len({self.place(rank, bucket).tobytes() for rank in present}) == 1
+        return [self.place(present[0], bucket).copy() for bucket in self.buckets]
 
     def codec(self, node: int, bucket: int) -> BucketCodec:
         return self.job.nodes[node].engine._plans.get(self.plan.id).buckets[bucket].codec
@@ -123,6 +138,14 @@ class Reduced:
             if (kept := state.get(f"residual/{tensor.name}")) is not None:
                 whole[tensor.start : tensor.start + tensor.numel] = kept
         return whole
+
+    def states(self) -> list[dict[str, Array]]:
+        """What each node's codecs remember, as a checkpoint has it."""
+        return [node.engine._plans.save(0, "opt", False) for node in self.job.nodes]
+
+    def load(self, states: Sequence[dict[str, Array]]) -> None:
+        for node, state in zip(self.job.nodes, states, strict=True):
+            node.engine._plans.load(0, "opt", state, False)
 
     def residuals(self, bucket: int) -> list[Array]:
         return [self.residual(node, bucket) for node in range(len(self.job.nodes))]

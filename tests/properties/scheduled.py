@@ -23,6 +23,7 @@ LAYOUTS = {
 }
 """By the number of ranks: how many are on each of two to four nodes."""
 BUCKETS = 2
+RATE_OF_SCHEDULES = 0.1
 GRAPHS = {
     4: ("ring", "torus", "hypercube", "exponential", "one-peer-exponential", "random-pairs"),
     6: ("ring", "torus", "exponential", "one-peer-exponential", "random-pairs", "bipartite"),

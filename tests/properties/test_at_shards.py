@@ -14,7 +14,7 @@ from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import SGD, Workers
 from tests.fusiond.simulation import Array
 from tests.properties.reduced import LEAST_ENCODED, encoded_share
-from tests.properties.scheduled import LAYOUTS
+from tests.properties.scheduled import LAYOUTS, RATE_OF_SCHEDULES, Parameters
 
 RATE, DIM = 0.05, 60
 WORLDS = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
@@ -207,6 +207,41 @@ def pending(workers: Workers) -> Array:
                 for tensor in hosted.bucket.tensors:
                     waiting[workers.span_of(tensor.name)] += values[tensor.start : tensor.start + tensor.numel]
     return waiting
+
+
+APPLIED = {
+    "asp": 1.0,
+    "hogwild": 1.0,
+    "dc_asgd(variance=0.0)": 1.0,
+    "ssp(staleness=0)": 1.0,
+    "ssp(staleness=2)": 1.0,
+    "softsync(contributions=3, aware=False)": 1 / 3,
+    "collaborative(samples=3)": 1 / 3,
+    "partial(backup=1)": 0.0,
+    "partial(backup=2, deadline=2.0)": 0.0,
+}
+"""The weight of a contribution in an update; 0: one over the number of ranks."""
+
+
+@pytest.mark.parametrize("text", APPLIED)
+def test_each_contribution_counts_once_whatever_ranks_wait_for(text: str) -> None:
+    """By random schedules, in which ranks wait, and join, and have no gradient in some steps: what shards
+    have moved by, and what is carried there, is the sum of all gradients at their rate."""
+    for seed in range(12):
+        ranks = (4, 6, 8)[seed % 3]
+        begun = np.tile(start(ranks), (ranks, 1))
+        schedule = Parameters(text, seed, ranks, begun, last=2, posts=gradient)
+        schedule.run()
+        share = APPLIED[text] or 1 / ranks
+        came = sum(gradient(rank, n, begun[0]) for rank in range(ranks) for n in range(schedule.counts[rank]))
+        found = []
+        for bucket in range(2):
+            home = schedule.homes(bucket)[0]
+            left = home.aux.get("carried", np.zeros(1)) + home.aux.get("sum", np.zeros(1))
+            moved = begun[0][bucket * DIM // 2 :][: DIM // 2] - home.value[: DIM // 2]  # type: ignore[index]
+            found.append(moved / (RATE_OF_SCHEDULES * share) + left[: DIM // 2])
+        where = f"{text}, {ranks} ranks, seed {seed}: {schedule.where}"
+        np.testing.assert_allclose(np.concatenate(found), came, rtol=0, atol=1e-9, err_msg=where)
 
 
 def test_all_codecs_are_tried_here_but_those_that_only_sum() -> None:

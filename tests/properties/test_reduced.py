@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fusion_rt import codecs
+from fusion_rt import codecs, wire
 from tests.fusiond.simulation import Array
-from tests.properties.reduced import LEAST_ENCODED, Beside, Reduced, encoded_share, node_sums
+from tests.properties.reduced import LEAST_ENCODED, NET, Beside, Reduced, encoded_share, node_sums
 
 LAYOUTS = ([2, 2], [1, 3], [1, 1, 1, 1], [2, 2, 2], [3, 1, 2], [2, 2, 2, 2], [1, 3, 1, 3], [4, 4])
 FOLLOWED = {
@@ -141,3 +141,64 @@ def test_random_rounding_is_to_one_of_two_neighbours_and_right_on_average(text: 
     spread = results.std(0).max() / unit.max()
     assert 0.2 < spread < 0.8  # of four that draw apart, and then of the sum; of four that draw alike it would be more
     assert (np.abs(results.mean(0) - gradient[1]) <= 6 * 0.8 * unit / np.sqrt(steps)).all()
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_nothing_is_lost_when_ranks_join_and_come_back(text: str) -> None:
+    """What the node of a rank that has joined remembers goes on being sent, also where all of its ranks have."""
+    decay = getattr(codecs.parse(text), "decay", 1.0)
+    for seed, layout in enumerate(([1, 1, 2], [2, 2, 2, 2], [3, 1, 2])):
+        job = Reduced(layout, text, seed, "owners" if seed % 2 else "gather", op="sum")
+        leaving = np.random.default_rng(seed).permutation(job.job.size).tolist()
+        for step in range(12):
+            if step in (2, 4, 7):
+                job.join(leaving.pop())
+            if step == 9:
+                job.join(*leaving)
+            given = job.gradients(step, seed)
+            for rank in job.gone:
+                given[rank] = [np.zeros_like(part) for part in given[rank]]
+            before = [total(job.residuals(bucket.index)) for bucket in job.buckets]
+            for index, result in enumerate(job.step(given)):
+                came = total([of_rank[index] for of_rank in given]) + before[index] * decay
+                error = np.abs(result + total(job.residuals(index)) - came).max() / np.abs(came).max()
+                assert error < 3e-5, f"{text}, {layout}, step {step}, joined {sorted(job.gone)}: {error} is lost"
+        assert not job.gone
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_what_is_remembered_moves_with_its_tensors_to_other_buckets(text: str) -> None:
+    job = Reduced([1, 2, 1], text, 3, "owners", op="sum")
+    for step in range(3):
+        job.step(job.gradients(step, 1))
+    before = [by_tensor(state) for state in job.states()]
+    job.propose([tensor_of(tensor, together=2 - number % 2) for number, tensor in enumerate(reversed(NET))])
+    for old, new in zip(before, map(by_tensor, job.states()), strict=True):
+        assert old.keys() == new.keys()
+        for key, value in old.items():
+            np.testing.assert_allclose(new[key], value, rtol=0, atol=1e-5, err_msg=key)
+
+
+def by_tensor(state: dict[str, Array]) -> dict[str, Array]:
+    """What belongs to a tensor, whichever bucket that is in."""
+    return {key.partition(":")[2]: value for key, value in state.items() if "/" in key}
+
+
+def tensor_of(tensor: wire.TensorSpec, together: int) -> wire.TensorSpec:
+    return wire.TensorSpec(tensor.name, tensor.dtype, tensor.shape, together=together)
+
+
+@pytest.mark.parametrize("text", [text for text in KEPT if not text.startswith("demo")])
+@pytest.mark.parametrize("route", ["gather", "owners"])
+def test_a_job_that_loads_a_checkpoint_goes_on_bit_by_bit(text: str, route: str) -> None:
+    """(DeMo to within rounding, as its page says.)"""
+    whole, first, second = (Reduced([2, 1, 3], text, seed, route) for seed in range(3))
+    for step in range(70 if text.startswith("topk(density=0.02, minimum=64)") else 6):  # owners' ranges are adapted
+        whole.step(whole.gradients(step, 1))
+        first.step(first.gradients(step, 1))
+    second.load(first.states())
+    second.clock = 1000
+    for step in range(100, 104):
+        given = whole.gradients(step, 1)
+        for expected, found in zip(whole.step(given), second.step(given), strict=True):
+            assert expected.tobytes() == found.tobytes(), f"{text}, {route}, step {step}"
