@@ -68,7 +68,7 @@ class Slot:
         compressed, context: the compressor's output before there was a place for it, and its context for the end.
         start, velocity: where the parameter was after the last exchange, and the outer momentum, where these count.
         moved: by how much `start` has moved since, while the parameter has not; or what is not to be posted again.
-        posted: what was posted, and not answered yet, where a loss may leave it so.
+        posted: where the parameter was when its change was posted that is not answered yet, while steps go on.
         guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """
 

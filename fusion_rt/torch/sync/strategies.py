@@ -29,7 +29,7 @@ class Posted(ABC):
         return
 
     def note(self, slots: Iterable[Slot]) -> None:
-        """Notes what is about to be posted, since nobody may ever hear what became of it."""
+        """Notes what is about to be posted, while this rank goes on, and may never hear what became of it."""
         return
 
     def leave_out(self, slots: Iterable[Slot]) -> None:
@@ -68,13 +68,13 @@ class Differences(Posted):
 
     def note(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            slot.posted = self.value(slot)
+            slot.posted = slot.parameter.detach().clone()
 
     def leave_out(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            if slot.posted is not None:
-                slot.moved = slot.posted if slot.moved is None else slot.moved + slot.posted
-                slot.posted = None
+            if slot.posted is not None and slot.start is not None:
+                slot.moved = slot.start - slot.posted
+            slot.posted = None
 
 
 class Positions(Differences):
@@ -179,10 +179,11 @@ class PairStep(Applied):
 
 
 class Adopted(Applied):
-    """Results are where an outer step elsewhere has come to, or changes of that since the last one.
+    """Results are where an outer step elsewhere has come to, or changes of that since the last one: in place of where
+    the parameters were when they were posted. What they have moved by since stays, and counts in the next post.
 
     Args:
-        mixing: the weight of the parameters as they are now.
+        mixing: the weight of the parameters as they were posted.
     """
 
     outer = True
@@ -197,8 +198,14 @@ class Adopted(Applied):
                 slot.start.add_(result)
             else:
                 slot.start.copy_(result)
+            if slot.posted is None:
+                mix(slot, self._mixing)
+            else:
+                since = slot.parameter.detach() - slot.posted
+                slot.parameter.detach().copy_(slot.posted)
+                mix(slot, self._mixing)
+                slot.parameter.detach().add_(since)
             slot.moved = slot.posted = None
-            mix(slot, self._mixing)
 
 
 def velocity_of(slot: Slot) -> torch.Tensor:

@@ -719,10 +719,10 @@ def decoupled_diloco(
     Douillard et al. 2604.21428. A learner whose step `period` divides posts Delta = start - theta with the weight
     samples * samples / steps of what it has done since it last posted, unless that is not answered yet. When `quorum`
     of them have posted, the syncer takes an outer step (as in `diloco`) with the weighted mean. Who has contributed
-    goes on meanwhile; after its next step it starts from the outcome: theta = mixing theta + (1 - mixing) outcome.
-    `samples(rank, step)` is how many a step has seen.
+    goes on meanwhile; after its next step it takes the outcome in place of what it has posted, theta_p: theta = theta -
+    theta_p + mixing theta_p + (1 - mixing) outcome. `samples(rank, step)` is how many a step has seen.
     """
-    xs, starts = copies(x0, ranks), copies(x0, ranks)
+    xs, starts, was = copies(x0, ranks), copies(x0, ranks), copies(x0, ranks)
     home, velocity = x0.copy(), np.zeros_like(x0)
     steps, seen, posted = [0] * ranks, [0] * ranks, [(0, 0)] * ranks
     slot: dict[int, tuple[Array, float]] = {}
@@ -734,10 +734,10 @@ def decoupled_diloco(
         steps[rank] += 1
         if rank in answers:
             starts[rank] = answers.pop(rank)
-            xs[rank] = mixing * xs[rank] + (1 - mixing) * starts[rank]
+            xs[rank] += (1 - mixing) * (starts[rank] - was[rank])
         if steps[rank] % period == 0 and rank not in slot:
             count, taken = seen[rank] - posted[rank][0], steps[rank] - posted[rank][1]
-            posted[rank] = seen[rank], steps[rank]
+            posted[rank], was[rank] = (seen[rank], steps[rank]), xs[rank].copy()
             slot[rank] = starts[rank] - xs[rank], count * count // taken
             run.taken.append(rank)
             if len(slot) == quorum:

@@ -29,6 +29,7 @@ class Learners:
         self.workers = Workers(layout, text, START, RATE, codec=codec)
         self.mix = self.workers.spec.mixing
         self.starts = [START.copy() for _ in range(RANKS)]
+        self.was = [START.copy() for _ in range(RANKS)]  # when it posted
         self.posted = [(0, 0)] * RANKS
         self.steps, self.seen = [0] * RANKS, [0] * RANKS
         self.under_way: set[int] = set()
@@ -43,10 +44,10 @@ class Learners:
             workers.x[rank] = self.starts[rank]
             workers.collect(rank)
             self.starts[rank] = workers.x[rank].copy()
-            workers.x[rank] = self.mix * own + (1 - self.mix) * workers.x[rank]
+            workers.x[rank] = own + (1 - self.mix) * (self.starts[rank] - self.was[rank])
         if self.steps[rank] % PERIOD == 0 and rank not in self.under_way:
             count, taken = self.seen[rank] - self.posted[rank][0], self.steps[rank] - self.posted[rank][1]
-            self.posted[rank] = self.seen[rank], self.steps[rank]
+            self.posted[rank], self.was[rank] = (self.seen[rank], self.steps[rank]), workers.x[rank].copy()
             workers.post(rank, self.starts[rank] - workers.x[rank], count * count // taken)
             self.under_way.add(rank)
 

@@ -181,38 +181,39 @@ class Decoupled(Local):
 
     Attributes:
         own: of each rank: parameter, momentum, the shard in the last answer that it has taken, how far it has moved
-            from there by what is not to be posted again, what it has posted since, and the answer that it has not
-            taken.
+            from there by what is not to be posted again, the parameter as it was when it posted last, and the answer
+            that it has not taken.
     """
 
     def __init__(self, shape: Sequence[int], ranks: int) -> None:
-        self.own = {who: (*(np.zeros(shape) for _ in range(5)), None) for who in range(ranks)}
+        self.own = {who: (*(np.zeros(shape) for _ in range(4)), None, None) for who in range(ranks)}
         super().__init__(shape, ranks)
         self.kept["velocity"] = np.zeros(shape)
 
     def lost(self, ranks: int) -> None:
         super().lost(ranks)
-        for who, (own, velocity, start, moved, posted, _) in self.own.items():
-            self.own[who] = own, velocity, start, moved + posted, np.zeros(own.shape), None
+        for who, (own, velocity, start, moved, was, _) in self.own.items():
+            self.own[who] = own, velocity, start, moved if was is None else start - was, None, None
 
     def contribute(self, given: Mapping[int, Array]) -> None:
         for who, one in given.items():
             self.leave_out(who, one, is_answered=True)
-            change = self.own[who][4]
+            _, _, start, moved, was, _ = self.own[who]
+            change = start - was - moved
             self.kept["velocity"] = MOMENTUM * self.kept["velocity"] + change
             self.value = self.value - OUTER_RATE * (change + MOMENTUM * self.kept["velocity"])
             self.own[who] = *self.own[who][:5], self.value
 
     def leave_out(self, who: int, given: Array, is_answered: bool) -> None:
-        own, velocity, start, moved, posted, answer = self.own[who]
+        own, velocity, start, moved, was, answer = self.own[who]
         velocity = MOMENTUM * velocity + given
         own = own - RATE * velocity
         if is_answered and answer is not None:
             start, moved = answer, np.zeros(own.shape)
-            own = start - (start - own) * (1 - MIX)
+            own = start - (start - was) * MIX + (own - was)
         if is_answered:  # it posts then, whoever gets that
-            posted = start - own - moved
-        self.own[who] = own, velocity, start, moved, posted, None
+            was = own
+        self.own[who] = own, velocity, start, moved, was, None
 
 
 VARIANCE, ALPHA, MIX, OUTER_RATE = 1 / 64, 1 / 4, 1 / 2, 1 / 2

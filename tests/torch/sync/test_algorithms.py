@@ -396,6 +396,43 @@ def test_a_decoupled_learner_never_waits_for_the_others(tmp_path: Path) -> None:
     assert len(set(hvd.allgather_object(parameter.detach().numpy().tobytes()))) == 1
 
 
+@pytest.mark.parametrize("mix", [0.0, 0.5])
+@on_ranks
+def test_all_that_a_decoupled_learner_does_while_it_waits_counts_in_its_next_post(mix: float, tmp_path: Path) -> None:
+    """Rank 0 posts after 2 steps, and is not answered in the 40 after that, in which it posts nothing."""
+    parameter = torch.nn.Parameter(torch.zeros(DIM))
+    text = f"decoupled(steps=2, quorum=4, outer_rate=1.0, outer_momentum=0.0, mix={mix})"
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), algorithm=text)
+
+    def take(steps: int) -> float:
+        for _ in range(steps):
+            parameter.grad = torch.ones(DIM)
+            optimizer.step()
+        return float(parameter[0])
+
+    def meet(where: str) -> None:
+        """Waits as homes do not notice."""
+        (tmp_path / f"{where}-{hvd.rank()}").touch()
+        while len(list(tmp_path.glob(f"{where}-*"))) < RANKS:
+            os.sched_yield()
+
+    take(1)  # in which the plan is made
+    hvd.barrier()
+    if hvd.rank() == 0:
+        assert take(41) == -42
+    meet("posted")
+    if hvd.rank():
+        take(1)
+    take_answers(0, optimizer)
+    assert float(parameter[0]) == (-42 if hvd.rank() == 0 else -2)
+    meet("answered")
+    take(2)
+    take_answers(0, optimizer)
+    # 42 steps of rank 0 since its last post with the weight 42, and 2 of each of the others with the weight 2.
+    home = -2 - (42 * 42 + 3 * 2 * 2) / (42 + 3 * 2)
+    assert float(parameter[0]) == pytest.approx(mix * (-44 if hvd.rank() == 0 else -4) + (1 - mix) * home)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 DETERMINISTIC = (

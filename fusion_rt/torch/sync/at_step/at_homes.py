@@ -97,7 +97,7 @@ class AtHomes(AtStep):
                 "all ranks, or one that this optimizer's state_dict() has returned"
             )
 
-    def _contribution(self, values: bool, piece: int) -> wire.Ready:
+    def _contribution(self, values: bool) -> wire.Ready:
         return terms(samples=self.samples if values else 0, rates=tuple(self.sync.trained.group_rates()))
 
     def drain(self) -> None:

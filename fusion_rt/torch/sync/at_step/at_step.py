@@ -106,9 +106,9 @@ class AtStep(When):
         sync.idle = True  # nothing of a step is done before its `step()`
         if not sync.plan.made:
             sync.make_plan()
-        self._said = self._contribution(values, piece)
+        self._said = self._contribution(values)
         buckets = [bucket for bucket in sync.plan.buckets[piece::pieces] if not bucket.sent]
-        if sync.checkpoint.outlives:
+        if self._algorithm.at_shards:
             sync.options.posted.note(slot for bucket in buckets for slot in bucket.slots)
         sync.submit(values, buckets)
         if buckets:
@@ -131,8 +131,8 @@ class AtStep(When):
         """Returns the record of what has been posted."""
         return Outstanding(buckets)
 
-    def _contribution(self, values: bool, piece: int) -> wire.Ready:
-        """Returns the terms that are sent with this rank's values of a fragment."""
+    def _contribution(self, values: bool) -> wire.Ready:
+        """Returns the terms that are sent with this rank's values."""
         return terms(samples=self.samples if values else 0)
 
     def _share_of_mean(self, flight: Outstanding) -> float:

@@ -35,7 +35,7 @@ class LocalSteps(AtStep):
         super().__init__(sync, passes)
         self._taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
         self._seen = 0  # samples in these steps
-        self._sent: dict[int, tuple[int, int]] = {}  # of each fragment: both numbers, as of its last post
+        self._sent: dict[str, tuple[int, int]] = {}  # of each parameter: both numbers, as of its last post
         self._agreed = False  # the last step ended with an exchange after which all ranks are alike
         self._own = OwnModel.of(self._algorithm)
 
@@ -101,16 +101,18 @@ class LocalSteps(AtStep):
         self._agreed = False
         self.sync.options.posted.leave_out(self.sync.slots)
 
-    def _contribution(self, values: bool, piece: int) -> wire.Ready:
-        """Returns terms that weigh what was done since this fragment's last post, by its samples, and by its samples a
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
+        """Returns terms that weigh what was done since these slots' last post, by its samples, and by its samples a
         step."""
-        taken, seen = self._sent.get(piece, (0, 0))
-        self._sent[piece] = self._taken, self._seen
+        if self._said.kind != "post":
+            return self._said
+        taken, seen = self._sent.get(slots[0].name, (0, 0))
         samples = self._seen - seen
         weight = samples * samples // max(self._taken - taken, 1)
         return terms(samples=min(max(weight, 1), _MAX_WEIGHT))
 
     def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
+        self._sent |= {slot.name: (self._taken, self._seen) for bucket in buckets for slot in bucket.slots}
         contributors = None
         if self._leaves_out_joined:
             name, whose = f"{self.sync.name}.contributors", self.sync.options.process_set
