@@ -31,7 +31,7 @@ _RANGES = 1 << 12  # of clocks, all of which are a `Count`
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
 Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "band", "bor", "bxor", "adasum"]
-PostKind: TypeAlias = Literal["post", "seed", "reseed", "ask"]
+PostKind: TypeAlias = Literal["post", "seed", "reseed", "ask", "has"]
 Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 Line: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]

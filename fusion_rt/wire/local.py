@@ -174,7 +174,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         rates: learning rate of each parameter group, for a home that applies gradients.
         samples: how many samples it comes from; 0: it is a contribution without a gradient, which only counts as one.
         kind: a contribution (`post`), the first value of the bucket's home (`seed`), a value that replaces the home's
-            (`reseed`), or a request for the home's value (`ask`).
+            (`reseed`), a request for the home's value (`ask`), or the value that this worker has (`has`), which the
+            home did not give it: from a checkpoint.
         urgency: the less, the sooner this worker needs it; 0: as soon as an operation that it waits for.
         tray: what it has selected itself lies from this byte of the plan's segment on (`codecs.worker_selection`); 0:
             its gradient lies in its place as usual.

@@ -227,6 +227,14 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         but those who wait for its clock may go on. `home.done` counts it already."""
         yield self.asked(home, part)
 
+    def told(self, home: Home, part: Contribution, values: Array) -> None:
+        """The sender of a part has other values than the home had when it was answered: a codec has left some of them
+        out, or it has said what it has. For an algorithm that reckons with what each rank has.
+
+        Args:
+            values: what it has (elements,); valid during the call.
+        """
+
     def elapsed(self, home: Home, now: float) -> Iterable[Step]:
         """Time that was asked for with `Wake` has passed."""
         del home, now

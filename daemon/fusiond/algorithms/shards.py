@@ -159,10 +159,16 @@ class Collaborative(Collecting):
 
 class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
     """g + lambda g * g * (w - w_bak) on arrival (arXiv 1609.08326, eqs. 10 and 14). `aux`: w_bak of each rank, which is
-    what it was answered last, and the mean square of g."""
+    what it has since it was answered last, and the mean square of g."""
+
+    carries = True
 
     def change(self, home: Home, part: Contribution) -> None:
+        """Takes a step; or, of a part without rates, notes that its rank has these values."""
         assert home.value is not None
+        if part.samples and not part.rates:
+            np.copyto(home.aux[f"w_bak/{part.rank}"], part.values)
+            return
         if part.samples:
             compensated = self._compensated(home, part)
             if not _has_backups(home):  # all ranks began with the seed
@@ -186,6 +192,10 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
             return g
         compensated: Array = g + strength * g * g * (home.value - backup)
         return compensated
+
+    def told(self, home: Home, part: Contribution, values: Array) -> None:
+        if _has_backups(home):  # else all ranks have the seed
+            self.apply(home, Contribution(part.rank, values[:], clock=home.clock - 1))  # a view: they are not its own
 
     def asked(self, home: Home, part: Contribution) -> Answer:
         if _has_backups(home):  # else all ranks have what the home has

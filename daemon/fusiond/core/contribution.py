@@ -42,8 +42,8 @@ class Contribution:
         handle: the number under which its worker, if that is on this node, waits for the answer.
         place: where in the arena the result goes: where the elements came from, unless its worker said otherwise; None
             when they came in a message, and the result goes back in one, or is longer than they are.
-        kind: `post`: of a worker, which waits for an answer; `ask`, `seed`, `reseed`: see `wire.Ready`; `pass`: of a
-            worker that waits in another operation and has nothing to contribute at this clock; else what one home
+        kind: `post`: of a worker, which waits for an answer; `ask`, `seed`, `reseed`, `has`: see `wire.Ready`; `pass`:
+            of a worker that waits in another operation and has nothing to contribute at this clock; else what one home
             sends another: see `wire.Piece`.
         clock: how many its sender had posted before; of what a home sent, its clock; in an exchange, see `wire.Ready`.
         version: of the home, when the sender last heard from it.

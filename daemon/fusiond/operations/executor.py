@@ -102,6 +102,8 @@ class Executor:
         """
         if recipe.signature.kind == "allreduce":
             codec = open_bucket(recipe.codec, recipe.layout, len(operation.members.nodes))
+            # All that lasts of the stream of a name, and all nodes know: what is drawn is drawn anew each time.
+            codec.step = operation.key.clock
             self._reduce(operation, self._all_reduce, recipe.reducer, codec, recipe.parts)
             return
         local = local_parts(operation) or [nothing(recipe.reducer, recipe.layout.elements)]

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fusion_rt import wire
+from fusion_rt.codecs import BucketCodec
 from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell, Wake
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
@@ -85,16 +86,44 @@ class Actions:
     def _difference(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
         """Encodes an answer by a lossy codec: as the difference to what that node has been told, so that what the codec
         leaves out comes later (dual-way sparsification: Yan et al., ICPP 2020). Returns the same as `_encoded`."""
+        rank = step.part.rank
+        codec = self._encoder(hosted, rank, step.added)
         if step.added:
-            return 1, 1, pack(self._codecs.encoder(hosted.plan, hosted.bucket), step.values)
-        told = hosted.told.get(step.part.rank)
+            return 1, 1, pack(codec, step.values)
+        told = hosted.told.get(rank)
         if told is None or step.part.kind == "ask":  # who asks for what the home has gets every bit of it
-            told = hosted.told[step.part.rank] = step.values.copy()  # another thread may be at work on the home
+            told = hosted.told[rank] = step.values.copy()  # another thread may be at work on the home
             return 0, 0, memoryview(told.tobytes())
-        codec = self._codecs.encoder(hosted.plan, hosted.bucket)
         payload = pack(codec, step.values - told)
         told += unpack(codec, payload)
+        hosted.algorithm.told(hosted.home, step.part, told)
         return 1, 1, payload
+
+    def _encoder(self, hosted: HostedHome, position: int, added: bool = False) -> BucketCodec:
+        """Returns the codec of what a home sends to a rank, or (-1) to its neighbours.
+
+        It adds what it has not sent to the next only where that is `added`: a difference to what the rank was told has
+        it already. All ranks' answers are rounded by the same draws, so that those who are told the same stay alike.
+        """
+        codec = hosted.encoders.get((position, added))
+        if codec is None:
+            codec = self._codecs.open(hosted.plan, hosted.bucket, hosted.home.ranks, remembers=added)
+            hosted.encoders[position, added] = codec
+        return codec
+
+    def heard(self, hosted: HostedHome, part: Contribution) -> list[Act]:
+        """A worker has said what it has. Returns the calls that tell it that this is known."""
+        rank, node = hosted.ranks[part.rank], hosted.nodes[part.rank]
+        message = wire.Piece(
+            self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, "answer", hosted.home.rank, rank, part.clock,
+            hosted.home.version, 0, notes=(0, 0),
+        )  # fmt: skip
+        hosted.algorithm.told(hosted.home, part, part.values)
+        if node == self._here.node:
+            return [partial(self._clients.answered, message, ())]
+        if not self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
+            hosted.told[part.rank] = part.values
+        return [partial(self._here.send, node, message, memoryview(b""))]
 
     def _send(self, hosted: HostedHome, step: Send) -> list[Act]:
         here, ranks = self._here, hosted.ranks
@@ -116,7 +145,7 @@ class Actions:
         if len(local) < len(nodes):
             payload = step.payload
             if payload is None:
-                payload = pack(self._codecs.encoder(hosted.plan, hosted.bucket), step.values)
+                payload = pack(self._encoder(hosted, -1), step.values)
             for position, node in nodes.items():
                 if node != here.node:
                     acts.append(partial(here.send, node, replace(message, home=position), memoryview(payload)))

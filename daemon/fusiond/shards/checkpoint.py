@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.core.errors import WireError
-from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.operations.thread_work import Act
@@ -47,7 +48,7 @@ class Checkpoints:
         for hosted in self._server:
             if hosted.plan.plan.id == plan:
                 prefix = f"home:{hosted.bucket.index}:{hosted.home.rank}"
-                state |= {f"{prefix}:{key}": value for key, value in _home_state(hosted.home).items()}
+                state |= {f"{prefix}:{key}": value for key, value in _home_state(hosted).items()}
         for client in self._clients:
             if client.plan.plan.id == plan:
                 prefix = f"sender:{client.bucket.index}:{client.rank}"
@@ -74,23 +75,24 @@ class Checkpoints:
         Raises:
             FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
         """
-        homes: list[tuple[HostedHome, dict[str, Array]]] = []
+        homes: list[tuple[HostedHome, dict[str, Array], HomeCodecs]] = []
         clients: list[tuple[PushPullClient, list[int], BucketCodec | None]] = []
         for (kind, bucket, rank), entries in _by_owner(state).items():
             address = (plan.plan.id, bucket, rank)
             hosted, client = self._server.get(address), self._clients.get(address)
             if kind == "home" and hosted is not None:
                 _check_home(hosted, entries)
-                homes.append((hosted, {key: value.copy() for key, value in entries.items()}))
+                of_codecs = self._codecs_of(hosted, entries)
+                homes.append((hosted, {key: value.copy() for key, value in entries.items()}, of_codecs))
             elif kind == "sender" and client is not None:
                 clients.append((client, *self._checked(client, entries)))
             else:
                 raise WireError(f"the saved state is of another job: it has the {kind} of bucket {bucket}, rank {rank}")
         for client, (clock, version), codec in clients:
             client.clock, client.version, client.codec = clock, version, codec
-        for hosted, entries in homes:
+        for hosted, entries, of_codecs in homes:
             hosted.closed = True
-            work = partial(_restore_home, hosted, entries)
+            work = partial(_restore_home, hosted, entries, of_codecs)
             self._server.when_free(hosted, partial(self._server.at, hosted, work, math.inf))  # as for a seed
 
     def _checked(self, client: PushPullClient, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
@@ -104,10 +106,49 @@ class Checkpoints:
                 "between step() and the next backward()"
             )
         if entries:
-            codec = self._codecs.open(client.plan, client.bucket)
+            codec = self._clients.opened(client)
             given = {key.removeprefix("codec/"): value for key, value in entries.items()}
             codec.load_state_dict(given, partial=moved)
         return counts, codec
+
+    def _codecs_of(self, hosted: HostedHome, entries: dict[str, Array]) -> HomeCodecs:
+        """Takes what codecs remembered out of a home's saved entries, and returns these codecs. Raises `FusionError`.
+
+        What is left out of them is zeros: see `_home_state`.
+        """
+        taken: dict[str, dict[str, Array]] = {}
+        for key in [key for key in entries if key.startswith(("codec/", "answers/"))]:
+            owner, name = _owner_of(key)
+            taken.setdefault(owner, {})[name] = entries.pop(key)
+        found = HomeCodecs()
+        plan, bucket, home = hosted.plan, hosted.bucket, hosted.home
+        for owner, state in taken.items():
+            if owner == "codec" and home.codec is not None:
+                found.own = opened = self._codecs.open(plan, bucket, home.rank, remembers=False)
+            elif (to := _ADDRESSEES.match(owner)) and -1 <= int(to[1]) < home.ranks:
+                opened = self._codecs.open(plan, bucket, home.ranks, remembers=to[2] == "added")
+                found.answers[int(to[1]), to[2] == "added"] = opened
+            else:
+                raise WireError(f"the saved state has the codec {owner!r} of bucket {bucket.index}, which has none")
+            opened.load_state_dict(opened.state_dict() | state)
+        return found
+
+
+@dataclass
+class HomeCodecs:
+    """Codecs of a home, as they are restored: its `own`, and of its `answers`, as `HostedHome.encoders`."""
+
+    own: BucketCodec | None = None
+    answers: dict[tuple[int, bool], BucketCodec] = field(default_factory=dict)
+
+
+_ADDRESSEES = re.compile(r"answers/(-?\d{1,9})/(added|whole)$")
+
+
+def _owner_of(key: str) -> tuple[str, str]:
+    """Returns the name of a codec in a home's saved state, and that of its entry."""
+    parts = key.split("/", 1 if key.startswith("codec/") else 3)
+    return "/".join(parts[:-1]), parts[-1]
 
 
 def _client_state(client: PushPullClient) -> dict[str, Array]:
@@ -117,15 +158,28 @@ def _client_state(client: PushPullClient) -> dict[str, Array]:
     return state
 
 
-def _home_state(home: Home) -> dict[str, Array]:
+def _home_state(hosted: HostedHome) -> dict[str, Array]:
+    """Returns the state of a home: `codec/KEY` is of its own codec, `answers/RANK/added/KEY` (or `whole`) of those of
+    what it sends. What ranks have been told is not in it: a rank that goes on from a checkpoint says what it has."""
+    home = hosted.home
     state: dict[str, Array] = {
         "version": np.array([home.version], np.int64),
         "done": np.array([home.done[rank] for rank in range(home.ranks)], np.int64),
     }
+    if home.codec is not None:
+        state |= {f"codec/{key}": value for key, value in _remembered(home.codec)}
+    for (position, added), codec in hosted.encoders.items():
+        prefix = f"answers/{position}/{'added' if added else 'whole'}"
+        state |= {f"{prefix}/{key}": value for key, value in _remembered(codec)}
     return state | state_of(home)
 
 
-def _restore_home(hosted: HostedHome, entries: Mapping[str, Array]) -> list[Act]:
+def _remembered(codec: BucketCodec) -> Iterator[tuple[str, Array]]:
+    """Yields what a codec remembers, but for zeros: the residuals of one that has none."""
+    return ((key, value) for key, value in codec.state_dict().items() if value.any())
+
+
+def _restore_home(hosted: HostedHome, entries: Mapping[str, Array], of_codecs: HomeCodecs) -> list[Act]:
     home = hosted.home
     value = entries.get("value")
     if value is not None:
@@ -141,7 +195,8 @@ def _restore_home(hosted: HostedHome, entries: Mapping[str, Array]) -> list[Act]
     optimizer = {key.removeprefix("optimizer/"): v for key, v in entries.items() if key.startswith("optimizer/")}
     if home.optimizer is not None:
         home.optimizer.load(optimizer)
-    hosted.told.clear()
+    home.codec = of_codecs.own or home.codec
+    hosted.encoders = of_codecs.answers
     hosted.was_set()
     return [partial(setattr, hosted, "closed", False)]
 
@@ -176,6 +231,6 @@ def _check_home(hosted: HostedHome, entries: Mapping[str, Array]) -> None:
         raise WireError(f"bucket {hosted.bucket.index} has {home.elements} elements, and {value.size} were saved")
     for key, array in entries.items():
         kind, _, name = key.partition("/")
-        known = key in ("version", "done", "value") or (name and kind in ("aux", "optimizer"))
+        known = key in ("version", "done", "value") or (name and kind in ("aux", "optimizer", "codec", "answers"))
         if not known or array.dtype.kind not in "iuf":
             raise WireError(f"{key!r} of {of} cannot be in a saved state; it is damaged, or of another program")

@@ -8,6 +8,7 @@ from typing import Any
 
 from fusion_rt import wire
 from fusion_rt.algorithms import Signal
+from fusion_rt.codecs import BucketCodec
 from fusiond.algorithms import shard_optimizer
 from fusiond.algorithms.home import Home, HomeAlgorithm
 from fusiond.buckets.plans import PlanState
@@ -30,7 +31,9 @@ class HostedHome:
         turning: waiting parts are being handed to threads.
         notes: of the contribution of each rank that is not answered yet: its staleness, its clock's distance from the
             slowest's, and how long it waited to be read (ms).
-        told: the value that the node of each rank was told last, to which differences are sent.
+        told: the value that each rank on another node has, as it was told or has said itself, to which differences are
+            sent.
+        encoders: the codecs of what is sent to each rank (-1: to all neighbours), and whether that is added there.
         joins: how often all ranks have joined while this home was there; clients begin new clocks each time.
         mirror: the node that has its mirror, which is told of each update; None if there is none.
         history: of its changes, once it has begun; None if it need not outlive its formation.
@@ -54,6 +57,7 @@ class HostedHome:
     turning: bool = False
     notes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     told: dict[int, Array] = field(default_factory=dict)
+    encoders: dict[tuple[int, bool], BucketCodec] = field(default_factory=dict)
     joins: int = 0
     mirror: int | None = None
     history: ShardHistory | None = None

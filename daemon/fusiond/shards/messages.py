@@ -14,6 +14,7 @@ from fusion_rt import codecs, wire
 from fusion_rt.codecs import BucketCodec, layout_of
 from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.buckets.plans import PlanState
 
 
@@ -39,27 +40,36 @@ def pieces(message: wire.Piece, payload: memoryview, chunk_bytes: int) -> Iterat
 
 
 class MessageCodecs:
-    """Opens the codecs of messages, and keeps those that all share."""
+    """Opens the codecs of messages, and keeps those that all share.
+
+    A codec that remembers something, if only how many steps it has taken, belongs to one stream: what one worker sends
+    to a home, or a home to one worker. It lives as long as that, and is never opened for a single message: at random it
+    would draw the same each time.
+    """
 
     def __init__(self) -> None:
         self._decoders: dict[tuple[int, int], BucketCodec] = {}  # by plan and bucket
         self._plain: dict[tuple[int, int], BucketCodec] = {}
 
-    def open(self, state: PlanState, bucket: wire.Bucket, remembers: bool = True) -> BucketCodec:
-        """Opens a bucket's codec, for one user.
+    def open(self, state: PlanState, bucket: wire.Bucket, draws: int, remembers: bool = True) -> BucketCodec:
+        """Opens a bucket's codec, for one stream.
 
         Args:
+            draws: a number of the stream: streams of different numbers round by draws of their own.
             remembers: adds what it has not sent to what it sends next; else that is lost.
         """
         codec = _codec(state)
-        return codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
+        opened = codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
+        if isinstance(opened, SummingBucketCodec):
+            opened.node = draws
+        return opened
 
     def decoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
         """Returns the codec that decodes messages of a bucket. Several threads may use it at the same time."""
         key = state.plan.id, bucket.index
         decoder = self._decoders.get(key)
         if decoder is None:
-            decoder = self._decoders[key] = self.open(state, bucket, remembers=False)
+            decoder = self._decoders[key] = self.open(state, bucket, 0, remembers=False)
         return decoder
 
     def plain(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
@@ -69,13 +79,6 @@ class MessageCodecs:
         if plain is None:
             plain = self._plain[key] = Dense().open(layout_of(bucket))
         return plain
-
-    def encoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
-        """Returns a codec that encodes one message of a home. One that selects has scratch memory of its own even
-        if what it leaves out is lost."""
-        if _codec(state).stateful:
-            return self.open(state, bucket, remembers=False)
-        return self.decoder(state, bucket)
 
     def drop(self, plan: int) -> None:
         """The plan is no longer active."""

@@ -178,13 +178,13 @@ class PushPullClients:
     def send(self, client: PushPullClient, posted: Contribution, node: int) -> None:
         """Sends a contribution to its home, on another node."""
         if client.codec is None:
-            client.codec = self._codecs.open(client.plan, client.bucket)
+            client.codec = self.opened(client)
         codec, source, rescale = client.codec, posted.values, posted.rescale
         message = wire.Piece(
             self._here.epoch, client.plan.plan.id, client.bucket.index, posted.kind, client.home, client.rank,
             posted.clock, posted.version, 0, 0, posted.rates, posted.samples,
         )  # fmt: skip
-        seed = message.kind in ("seed", "reseed")
+        plain = message.kind in ("seed", "reseed", "has")
         may_undo = client.plan.plan.reduction.survives and client.plan.spec.synchronous and codec.codec.stateful
         payload: list[memoryview] = []
 
@@ -192,7 +192,7 @@ class PushPullClients:
             if rescale:
                 codec.scale_residual(rescale)
             if message.kind != "post" or not message.samples:  # who asks, or has no gradient, sends nothing
-                payload.append(memoryview(source.tobytes() if seed else b""))
+                payload.append(memoryview(source.tobytes() if plain else b""))
                 return
             if may_undo:
                 client.before = message.clock, codec.state_dict()
@@ -209,6 +209,10 @@ class PushPullClients:
 
         client.busy = True
         self._here.do(message.plan, encode, source.nbytes, send)
+
+    def opened(self, client: PushPullClient) -> BucketCodec:
+        """Opens the codec of a client's contributions, which every rank rounds by draws of its own."""
+        return self._codecs.open(client.plan, client.bucket, client.plan.members.set.ranks.index(client.rank))
 
     def rebase(self) -> None:
         """Makes all clients count their clocks from a new base, the same on all nodes whatever they have posted."""
@@ -228,6 +232,9 @@ class PushPullClients:
         client = self._waiting(message)
         if client is None or client.post is None or client.busy:
             return  # it has failed in the meantime; or it is a second answer
+        if client.post.kind == "has":
+            self.answered(message, ())
+            return
         place = client.post.values
         decoder = (self._codecs.decoder if message.notes[1] else self._codecs.plain)(client.plan, client.bucket)
 
@@ -251,9 +258,10 @@ class PushPullClients:
             notes: whether it is to be added; and what the meters note, if it was a contribution.
         """
         client = self._waiting(message)
-        if client is None:
+        if client is None or client.post is None:
             return  # it has failed in the meantime
-        client.version = message.version
+        if client.post.kind != "has":  # to which the home has told nothing
+            client.version = message.version
         if len(notes) > 1:
             self.meters.note(*notes[1:])
         self._done(client, message.clock, tuple(notes[:1]))

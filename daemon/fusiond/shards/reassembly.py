@@ -149,7 +149,7 @@ def _limit_of(state: PlanState, piece: wire.Piece, nbytes: int) -> int:
         WireError: it has another size than it can have; or it is an update that cannot be made.
     """
     ranks = len(state.members.set.ranks)
-    if piece.kind in ("seed", "reseed") or (piece.kind == "update" and piece.samples > 0):
+    if piece.kind in ("seed", "reseed", "has") or (piece.kind == "update" and piece.samples > 0):
         if piece.nbytes != nbytes:
             raise WireError(f"{_in_words(piece)} has {piece.nbytes} bytes instead of {nbytes}")
         carried = not piece.rates and state.home_algorithm.carries

@@ -87,7 +87,7 @@ class HomeServer:
     def _open(self, state: PlanState, bucket: wire.Bucket, rank: int) -> None:
         codec = None
         if state.spec.encodes:
-            codec = self._codecs.open(state, bucket, remembers=False)
+            codec = self._codecs.open(state, bucket, rank, remembers=False)
         spans = tuple((tensor.start, tensor.start + tensor.numel, tensor.group) for tensor in bucket.tensors)
         leads = bucket.index == 0
         home = Home(rank, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, spans, leads, codec)
@@ -227,6 +227,8 @@ class HomeServer:
         home, position = hosted.home, part.rank
         if part.payload is not None:
             part.values = self._decoded(hosted, part, part.payload)
+        if part.kind == "has":
+            return self._actions.heard(hosted, part)
         if part.kind in ("ask", "reseed"):
             return self._asked(hosted, part)
         if part.kind == "post":
@@ -260,7 +262,7 @@ class HomeServer:
     def _decoded(self, hosted: HostedHome, part: Contribution, payload: memoryview) -> Array:
         if part.kind == "told":
             return np.frombuffer(payload, np.int64)
-        if part.kind == "reseed":
+        if part.kind in ("reseed", "has"):
             return self._plain(hosted, payload)
         if part.kind in ("ask", "pass") or not part.samples:
             return NO_VALUES

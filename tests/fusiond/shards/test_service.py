@@ -528,13 +528,14 @@ def test_another_job_goes_on_from_a_state(
     job.settle()
     equal(saved(second), state)
     assert any(np.any(value) for of in state for value in of.values())
-    if codec == "dense":  # else what homes have told lossily is told anew
-        second.x = [x.copy() for x in first.x]
-        for workers in (first, second):
-            train(workers, range(5, 9))
-        assert all((x == y).all() for x, y in zip(first.x, second.x, strict=True))
-        if first.plan.homes:
-            assert (first.home() == second.home()).all()
+    second.x = [x.copy() for x in first.x]
+    for rank in job.ranks if first.plan.homes else ():
+        second.say(rank)
+    for workers in (first, second):
+        train(workers, range(5, 9))
+    assert all((x == y).all() for x, y in zip(first.x, second.x, strict=True))
+    if first.plan.homes:
+        assert (first.home() == second.home()).all()
 
 
 def test_a_state_has_residuals_the_optimizer_and_what_the_algorithm_remembers() -> None:
@@ -558,6 +559,9 @@ def test_a_state_has_residuals_the_optimizer_and_what_the_algorithm_remembers() 
         (lambda s: {**s, "home:0:-1:done": np.array([1])}, "does not have the 2 counts"),
         (lambda s: {k: v for k, v in s.items() if "version" not in k}, "does not have the 1 counts"),
         (lambda s: {**s, "home:0:-1:other": np.zeros(1)}, "'other' of the home of bucket 0 cannot be"),
+        (lambda s: {**s, "home:0:-1:codec/step": np.ones(1)}, "has the codec 'codec' of bucket 0, which has none"),
+        (lambda s: {**s, "home:0:-1:answers/9/whole/step": np.ones(1)}, "has the codec 'answers/9/whole' of bucket 0"),
+        (lambda s: {**s, "home:0:-1:answers/1/whole/step": np.ones(1)}, "which a stateless codec does not have"),
         (lambda s: {**s, "home:0:-1:aux/x": np.array(["x"])}, "cannot be in a saved state"),
         (lambda s: {**s, "sender:0:0:counts": np.zeros(2)}, "does not have the 2 counts"),
         (lambda s: {**s, "sender:0:0:codec/odd": np.zeros(2)}, "which a stateless codec does not have"),

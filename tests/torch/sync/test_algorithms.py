@@ -435,15 +435,21 @@ def test_all_that_a_decoupled_learner_does_while_it_waits_counts_in_its_next_pos
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
+CODECS = {
+    "choco": "topk(density=0.3, minimum=100)",
+    "choco ": "int8(minimum=100)",
+    "bsp ": "randomk(density=0.3, minimum=100)",
+    "bsp  ": "int8(minimum=100)",
+}
 DETERMINISTIC = (
     "bsp",
+    *CODECS,
     "local_sgd(steps=3)",
     "diloco(steps=3)",
     "diloco(steps=4, fragments=3, delay=3, mix=0.5)",
     "noloco(steps=3)",
     "dpsgd",
     "sgp",
-    "choco",
     "easgd(steps=3, synchronous_home=True)",
 )
 
@@ -451,7 +457,7 @@ DETERMINISTIC = (
 def make(text: str) -> tuple[torch.nn.Module, Any]:
     """With momentum, which is at the shards under bsp."""
     model = network()
-    codec = "topk(density=0.3, minimum=100)" if text == "choco" else "dense"
+    codec = CODECS.get(text, "dense")
     sgd = torch.optim.SGD(model.parameters(), lr=RATE / 4, momentum=0.0 if text == "asp" else 0.5)
     return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=codec, algorithm=text)
 

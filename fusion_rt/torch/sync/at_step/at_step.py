@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_rt import wire
+from fusion_rt.algorithms import Signal
 from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.runtime import is_initialized, runtime
@@ -66,6 +67,7 @@ class AtStep(When):
         self._flights: list[Outstanding] = []  # in the order in which they were posted
         self._said = terms()  # with each bucket
         self._graph_task = -1  # of the last gradient
+        self._is_restored = False  # homes may know this rank with other parameters than it has
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -106,6 +108,9 @@ class AtStep(When):
         sync.idle = True  # nothing of a step is done before its `step()`
         if not sync.plan.made:
             sync.make_plan()
+        if self._is_restored:
+            self._give_parameters("has")
+            self._is_restored = False
         self._said = self._contribution(values)
         buckets = [bucket for bucket in sync.plan.buckets[piece::pieces] if not bucket.sent]
         if self._algorithm.at_shards:
@@ -211,7 +216,8 @@ class AtStep(When):
         self.discard()
         if self._algorithm.at_shards:
             barrier(self.sync.options.process_set)  # nobody posts any more
-            self._give_parameters("reseed")
+            if self.sync.plan.is_first():
+                self._give_parameters("reseed")
             barrier(self.sync.options.process_set)
         self.settled()
 
@@ -219,10 +225,12 @@ class AtStep(When):
 
     def homes_are_loaded(self) -> None:
         self._weights.forget()
+        self._is_restored = self._algorithm.at_shards and self._algorithm.signal is not Signal.PARAMETER
 
     def planned(self) -> None:
         if self._algorithm.at_shards:
-            self._give_parameters("seed")  # the others have the same, as scripts see to
+            if self.sync.plan.is_first():
+                self._give_parameters("seed")  # the others have the same, as scripts see to
             plan = self.sync.plan.agreed
             assert plan is not None
             self._clock = ShardClock(runtime().client.welcome.epoch, plan.id, 0, self._clock.in_step)
@@ -241,12 +249,11 @@ class AtStep(When):
         self._weights.forget()
 
     def _give_parameters(self, kind: wire.PostKind) -> None:
-        """Gives the homes this rank's parameters, if it is the first."""
-        if self.sync.plan.is_first():
-            for slot in self.sync.slots:
-                assert slot.view is not None
-                slot.view.copy_(slot.first_value() if kind == "seed" else slot.parameter.detach())
-            self._exchange(terms(kind=kind), take=False)
+        """Gives the homes this rank's parameters, or where they were at the last exchange, where that counts."""
+        for slot in self.sync.slots:
+            assert slot.view is not None
+            slot.view.copy_(slot.parameter.detach() if kind == "reseed" else slot.first_value())
+        self._exchange(terms(kind=kind), take=False)
 
     def _exchange(self, said: wire.Ready, take: bool) -> None:
         """Says something about each bucket that is no contribution, and waits for the answers. All that was posted has
