@@ -1,9 +1,10 @@
 """Gradients that are reduced in the backward pass: when `backward()` returns, `p.grad` is the reduced gradient.
 
 What a script does with it before `step()` is done on all ranks alike then. A further backward pass before `step()` is
-reduced by itself: what `p.grad` holds is set aside before autograd adds to it, and added to the result. Nothing is left
-to be reduced by `synchronize()` and `step()`, which Horovod's scripts call, except on a rank that has computed no
-gradient since the last step: there they take part in the reduction of the others with zeros.
+reduced by itself: what has been reduced of `p.grad` is subtracted before, and added to the result. What the script
+makes of `p.grad` between such passes, or in hooks, is this rank's own, and is reduced as a whole. Nothing is left to be
+reduced by `synchronize()` and `step()`, which Horovod's scripts call, except on a rank that has computed no gradient
+since the last step: there they take part in the reduction of the others with zeros.
 
 In the first step hooks only note in which order gradients arrive; that order is proposed, and the plan says which
 bucket each belongs to. From then on a hook counts its bucket down, and the last one copies the bucket's gradients into
@@ -88,9 +89,15 @@ class InBackward(When):
     def arriving(self, slot: Slot, gradients: Any) -> None:
         if slot.closed:
             self._reopen(slot)
+        elif slot.kept is not None:
+            slot.check_kept(added=False)
 
-    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+    def arrived(self, slot: Slot) -> None:
         number = self.pass_number
+        if slot.parameter.grad is None:  # a hook of the script has used it up, or does not want it
+            return
+        if slot.kept is not None:
+            slot.check_kept(added=True)
         if number == slot.seen or not number:
             if self.backward is None or self.backward() is None:
                 self._backward_begins()
@@ -122,6 +129,7 @@ class InBackward(When):
             except HorovodInternalError as error:
                 self.sync.idle, self.sync.failure = False, error
         backward.running().add(self)
+        self._separate()
         if self.passes_left <= 1:
             self._passes += 1
             self.pass_number = self._passes
@@ -140,7 +148,7 @@ class InBackward(When):
         self._reduce()
 
     def _reopen(self, slot: Slot) -> None:
-        """Sets aside a gradient that has been reduced, to which autograd is about to add.
+        """Lets autograd add to a gradient that has been reduced.
 
         Raises:
             AssertionError, RuntimeError: it is being reduced.
@@ -148,12 +156,10 @@ class InBackward(When):
         """
         if self._pass_failed:
             self._pass_has_failed()
-        if slot.parameter.grad is None:
-            slot.closed = False
-        elif self.passes_left <= 0:
+        if slot.parameter.grad is not None and self.passes_left <= 0:
             raise AssertionError(TOO_MANY)
-        elif slot.bucket is None or not slot.bucket.sent:
-            self._keep(slot)
+        if slot.parameter.grad is None or slot.bucket is None or not slot.bucket.sent:
+            slot.reopen()
         else:
             raise RuntimeError(
                 f"parameter {slot.name!r} gets its gradient in several parts in one backward pass, and the first "
@@ -168,10 +174,6 @@ class InBackward(When):
         if bucket is not None and not bucket.patient:
             bucket.patient = True
             bucket.missing += 1
-
-    def _keep(self, slot: Slot) -> None:
-        slot.keep()
-        self._kept.append(slot)
 
     # --- a backward pass that fails -----------------------------------------------------------------------------------
 
@@ -239,6 +241,7 @@ class InBackward(When):
         reduced as gradients are: an optimizer that decides by it (L-BFGS) has to decide the same on all ranks."""
         sync = self.sync
         sync.steps.begin()
+        self._distrust()
         if closure is None and self.reduced and sync.idle and not self._is_left_out:
             result = optimizer._step()
         else:
@@ -270,7 +273,13 @@ class InBackward(When):
         if not self._counts:
             uncount(optimizer)
 
+    def _distrust(self) -> None:
+        """Has gradients reduced again if a hook of the script calls this, which sees one that has not been yet."""
+        if torch._C._current_graph_task_id() >= 0:
+            self.reduced = 0
+
     def synchronize(self) -> None:
+        self._distrust()
         if not self.reduced and self.sync.idle:
             self._admit_own()
         if not self.reduced or not self.sync.idle:
@@ -281,6 +290,17 @@ class InBackward(When):
         place of a reduced one they are seen only if they are another tensor, or if all gradients are the script's."""
         for slot in self.sync.slots:
             slot.closed = slot.closed and bool(self._passes) and not slot.has_own()
+        self._separate()
+
+    def _separate(self) -> None:
+        """Gives a gradient that lies in another parameter's place, where the script has put it, memory of its own: that
+        place is written to before this gradient is sent."""
+        own = [slot for slot in self.sync.slots if slot.direct and slot.has_own()]
+        places = {slot.address for slot in self.sync.slots} if own else ()
+        for slot in own:
+            gradient = slot.parameter.grad
+            if gradient is not None and not gradient.is_sparse and gradient.data_ptr() in places:
+                slot.parameter.grad = gradient.clone()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -301,6 +321,8 @@ class InBackward(When):
             sync.end_step()
         for slot in sync.slots:
             slot.closed = False
+            if slot.kept is not None:
+                slot.forget_kept()
         self.reduced, self._is_left_out = 0, False
         if self.outcome is Outcome.OPEN:
             self.outcome = Outcome.REFUSED
@@ -407,13 +429,14 @@ class InBackward(When):
 
     def sending(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
-            if slot.closed:
-                self._keep(slot)
+            if slot.closed or slot.kept is not None:
+                slot.split()
+                self._kept.append(slot)
             slot.closed = True
 
     def ended(self) -> None:
         for slot in self._kept:
-            slot.kept = None
+            slot.forget_kept()
         self._kept.clear()
         self.passes_left = self.passes
         self.backward, self.pass_number = None, 0

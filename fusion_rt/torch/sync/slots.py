@@ -36,8 +36,8 @@ class GradientHooks(Protocol):
     def arriving(self, slot: Slot, gradients: Any) -> None:
         """Called when autograd is about to add to `p.grad`."""
 
-    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Called when autograd has added to `p.grad`."""
+    def arrived(self, slot: Slot) -> None:
+        """Called when autograd has added to `p.grad`, and the script's hooks have made of it what they do."""
 
     def lose(self, slot: Slot) -> None:
         """Called when the parameter belongs to another optimizer from now on."""
@@ -58,7 +58,7 @@ class Slot:
         direct: `p.grad` may be the place in the arena itself.
         closed: `p.grad` is being reduced, or has been: autograd must not add to it.
         stream: on which its gradient was completed, if that is on a device and has not been sent yet; else None.
-        kept: reduced gradients of earlier backward passes of this step, which the next result is added to.
+        kept: what of `p.grad` has been reduced already, while autograd adds to it; the next result is added to that.
         seen: number of the last backward pass that has completed its gradient.
         bucket: its bucket, or None while there is no plan.
         view: its place in the bucket, in the parameter's shape and memory order; in the compressed gradient's shape, if
@@ -75,6 +75,8 @@ class Slot:
     __slots__ = (
         "_adds",
         "_hooks",
+        "_last",
+        "_noted",
         "_place",
         "_taken",
         "address",
@@ -121,6 +123,7 @@ class Slot:
         self.context: Any = None
         self.guard: Any = None
         self._taken: Callable[[], object] = _nothing  # what `take` has put into `p.grad`, as long as it lives
+        self._noted: tuple[torch.Tensor, int] | None = None  # `p.grad` with `kept` in it, and its version
         self._hooks: list[Any] = []
         if not owner.hears or not self.parameter.requires_grad:
             return
@@ -128,12 +131,28 @@ class Slot:
         self._hear(owner)
 
     def _hear(self, owner: GradientHooks) -> None:
-        """Has autograd tell the owner of gradients."""
+        """Has autograd tell the owner of gradients.
+
+        That comes after what hooks of the script make of a gradient, whenever these were made: those on the parameter
+        are part of the node that adds to `p.grad`, and of that node's own hooks this one is the last.
+        """
         self._adds = self._node()
-        arrived = owner.arrived if device.layer.is_host(self.parameter) else _arrived_on_device
-        self._hooks = [self.parameter.register_post_accumulate_grad_hook(partial(arrived, self))]  # type: ignore[no-untyped-call]
+        arrived = _arrived if device.layer.is_host(self.parameter) else _arrived_on_device
+        self._last = self._adds.register_hook(partial(arrived, self))
+        come_last = self.parameter.register_post_accumulate_grad_hook(partial(_come_last, self))  # type: ignore[no-untyped-call]
+        self._hooks = [self._last, come_last]
         if owner.hears_before:
             self._hooks.append(self._adds.register_prehook(partial(owner.arriving, self)))
+
+    def come_last(self) -> None:
+        """Sees to it that the node that adds to `p.grad` now calls this slot's hook, after all others that it has. (The
+        parameter has a node of its own for each dtype and device.)"""
+        if torch._C._current_autograd_node() is not self._adds:
+            self.follow()
+            self.closed = False  # it is too late to tell what has been reduced of the sum
+        hooks, own = self._last.hooks_dict_ref(), self._last.id
+        if len(hooks) > 1 and own in hooks:
+            hooks[own] = hooks.pop(own)
 
     def _node(self) -> Any:
         """Returns the node of autograd that adds to `p.grad`, which nobody else keeps alive."""
@@ -156,15 +175,54 @@ class Slot:
         for hook in self._hooks:
             hook.remove()
 
-    def keep(self) -> None:
-        """Sets what is in `p.grad`, and has been reduced, aside for the next result to be added to."""
-        gradient, self.parameter.grad = self.parameter.grad, None
+    def reopen(self) -> None:
+        """Lets autograd add to a gradient that has been reduced, and remembers that, which is not to be reduced again.
+        It stays in `p.grad`, where the script sees all of its gradient, and may change or drop it."""
         self.closed = False
-        if gradient is None or gradient.is_sparse or not self.direct or self.view is None:
-            self.kept = gradient
+        if self.parameter.grad is None or self.has_own():
+            return
+        self.kept = self.parameter.grad.detach().clone()
+        if self.parameter.grad is self.view:  # all of a bucket's have one version
+            self.parameter.grad = self.kept.clone()
+        self._note()
+
+    def check_kept(self, added: bool) -> None:
+        """Forgets what has been reduced if the script has changed `p.grad` since, which all is its own then.
+
+        Args:
+            added: autograd has added to it.
+        """
+        assert self._noted is not None
+        (before, version), now = self._noted, self.parameter.grad
+        if now is before:
+            untouched = now._version == version + added
+        else:  # autograd itself puts another there in some cases
+            untouched = added and now is not None and (torch.is_grad_enabled() or before.is_sparse)
+        if untouched:
+            self._note()
         else:
-            in_arena = gradient.data_ptr() == self.address
-            self.kept = gradient.detach().clone() if in_arena else gradient
+            self.forget_kept()
+
+    def _note(self) -> None:
+        gradient = self.parameter.grad
+        assert gradient is not None
+        self._noted = gradient, gradient._version
+
+    def forget_kept(self) -> None:
+        """Forgets what has been reduced."""
+        self.kept = self._noted = None
+
+    def split(self) -> None:
+        """Leaves in `p.grad` what has not been reduced, and sets the rest aside for the result to be added to."""
+        if self.closed:
+            if not self.has_own():
+                reduced, self.parameter.grad = self.parameter.grad, None
+                self.kept = reduced.detach().clone() if reduced is not None and reduced is self.view else reduced
+        elif self.kept is not None:
+            self.check_kept(added=False)
+            if self.kept is not None:
+                assert self.parameter.grad is not None
+                self.parameter.grad = self.parameter.grad.detach() - self.kept
 
     def take(self, gradient: torch.Tensor) -> None:
         """Puts a reduced gradient into `p.grad`."""
@@ -177,8 +235,8 @@ class Slot:
 
     def add_kept(self) -> None:
         """Adds what has been kept to the result."""
-        kept, self.kept = self.kept, None
-        gradient = self.parameter.grad
+        kept, gradient = self.kept, self.parameter.grad
+        self.forget_kept()
         if kept is None or gradient is None:
             return
         if kept.is_sparse or gradient.is_sparse:
@@ -264,10 +322,20 @@ def _nothing() -> None:
     """Substitutes for a reference to nothing."""
 
 
-def _arrived_on_device(slot: Slot, parameter: torch.Tensor) -> None:
+def _come_last(slot: Slot, parameter: torch.Tensor) -> None:
+    """Called by autograd among the parameter's hooks."""
+    slot.come_last()
+
+
+def _arrived(slot: Slot, results: Any, gradients: Any) -> None:
+    """Called by autograd after all hooks."""
+    slot.owner.arrived(slot)
+
+
+def _arrived_on_device(slot: Slot, results: Any, gradients: Any) -> None:
     """Notes the stream of a gradient, which need not be that of the hook that sends its bucket, and that it arrived."""
-    slot.stream = device.layer.stream_of(parameter)
-    slot.owner.arrived(slot, parameter)
+    slot.stream = device.layer.stream_of(slot.parameter)
+    slot.owner.arrived(slot)
 
 
 def memory_order(parameter: torch.Tensor) -> list[int]:

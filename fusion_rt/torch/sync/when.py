@@ -109,8 +109,8 @@ class When:
     def arriving(self, slot: Slot, gradients: Any) -> None:
         """Called when autograd is about to add to `p.grad`."""
 
-    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Called when autograd has added to `p.grad`."""
+    def arrived(self, slot: Slot) -> None:
+        """Called when autograd has added to `p.grad`, and the script's hooks have made of it what they do."""
         raise NotImplementedError
 
     def lose(self, slot: Slot) -> None:

@@ -71,7 +71,7 @@ class AtStep(When):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+    def arrived(self, slot: Slot) -> None:
         """Only records the gradient: `step()` takes it as the script has left it by then."""
         steps = self.sync.steps
         if (task := torch._C._current_graph_task_id()) != self._graph_task:

@@ -204,8 +204,8 @@ class AdasumAtStep(LocalSteps):
         super().__init__(sync, passes)
         self.survives = False  # the steps of this rank are not taken back
 
-    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
-        super().arrived(slot, parameter)
+    def arrived(self, slot: Slot) -> None:
+        super().arrived(slot)
         if self.backward is None or self.backward() is None:
             if self.passes_left <= 0:
                 raise AssertionError(TOO_MANY)

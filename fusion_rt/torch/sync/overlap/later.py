@@ -361,10 +361,10 @@ class Later(InBackward):
         if any(id(parameter) in self._flights for parameter in module.parameters()):
             self.finish()
 
-    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+    def arrived(self, slot: Slot) -> None:
         if self._flights and not self._late and id(slot.parameter) in self._flights:
             self._used_too_early(slot)
-        super().arrived(slot, parameter)
+        super().arrived(slot)
 
     def _used_too_early(self, slot: Slot) -> None:
         """Handles a gradient that came before its parameter's last update was applied: it is that of an older value."""
