@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusion_rt.codecs import CodecError
@@ -223,6 +223,8 @@ def test_only_selections_of_the_same_range_are_added() -> None:
 
 @settings(deadline=None)
 @given(n=st.integers(0, 200), k=st.integers(0, 250), seed=st.integers(0, 10**6))
+@example(n=100, k=0, seed=1)
+@example(n=100, k=1, seed=1)
 def test_the_strongest_and_the_rest_are_the_whole(n: int, k: int, seed: int) -> None:
     sparse, _, selected = drawn(n, 0.6, "fp32", seed)
     kept, rest = strongest(selected, k)

@@ -92,6 +92,21 @@ def test_the_canonical_text_of_a_codec_parses_to_it(k: int, density: float, valu
     assert str(parse(str(codec))) == str(codec)
 
 
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("dense", 1.0),
+        ("fp16", 1.0),
+        ("int4", 1.0),
+        ("powersgd", 1.0),
+        ("topk(density=0.25)", 0.25),
+        ("demo(density=0.5)", 0.5),
+    ],
+)
+def test_a_contribution_has_the_share_of_the_elements_that_a_codec_says(text: str, share: float) -> None:
+    assert parse(text).share() == share
+
+
 def test_equal_codecs_have_the_same_text() -> None:
     texts = ["picky(k=3)", "picky(density=0.01, k=3)", "picky( k = 3, exact=True, density=1e-2,)"]
     assert {str(parse(text)) for text in texts} == {"picky(k=3)"}

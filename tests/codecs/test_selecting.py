@@ -148,6 +148,30 @@ def test_topk_sends_what_the_reference_selects(
         assert selected.dense.tobytes() == codec.dense.gather(total, 0, where.elements).tobytes()
 
 
+@settings(deadline=None)
+@given(
+    chunk=st.sampled_from([1, 7, 32, 1000]),
+    n=st.integers(0, 300),
+    density=st.sampled_from([0.001, 0.1, 0.5, 1.0]),
+    special=st.sampled_from([0.0, 0.9]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_topk_by_chunks_sends_the_largest_of_each_and_at_least_one(
+    chunk: int, n: int, density: float, special: float, seed: int
+) -> None:
+    where = layout(n)
+    codec = opened(f"topk(density={density}, value='fp32', chunk={chunk}, minimum=0)", where)
+    for step in range(3):
+        selected = codec.accumulate_and_select(gradient(where.elements, seed + step, special))
+        total = residual(codec) + expanded(codec, selected)
+        expected = []
+        for span in (span for span in where.tensors if "bias" not in span.name):
+            for low in range(span.start, span.end, chunk):
+                part = total[low : min(low + chunk, span.end)]
+                expected += (low + reference.largest(part, max(1, round(density * len(part))))).tolist()
+        assert selected.indices.tolist() == sorted(expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n", [0, 1, 2])
 @pytest.mark.parametrize("minimum", [0, 100])

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, open_bucket, parse
+from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, Span, open_bucket, parse
 from fusion_rt.codecs.base import Array, Codec
 from fusion_rt.codecs.dense import DenseBucket
 from fusion_rt.core.dtypes import DTYPES, DType
@@ -51,6 +51,17 @@ def test_each_encoding_is_a_step_and_every_receiver_gets_the_same_bits(name: str
         assert sender.step == step
         payload = sender.encode(0, gradient(step))
         assert received(first, payload).tobytes() == received(second, payload).tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sender_that_is_told_what_it_sends_is_told_what_receivers_get(name: str) -> None:
+    where = Layout(DTYPES["float32"], ELEMENTS, (Span("weight", 0, ELEMENTS, (60, 50)),))
+    sender, receiver = (open_bucket(parse(f"{name}(minimum=0)"), where) for _ in range(2))
+    for step in range(3):
+        payload, told = sender.tell(gradient(step))
+        assert len(payload) < 4 * ELEMENTS / 2
+        assert told.any()
+        assert received(receiver, payload).tobytes() == told.tobytes()
 
 
 def test_a_codec_that_remembers_and_is_encoded_on_its_way_is_refused() -> None:

@@ -130,3 +130,7 @@ def test_a_scale_that_cannot_be_is_refused() -> None:
         FORMATS["int4"].unpack(np.array([126, 1], np.uint8), 1, 0)
     with pytest.raises(CodecError, match=r"int8 times 2\*\*122, which is out of range"):
         FORMATS["int8"].unpack(np.array([122, 1], np.uint8), 1, 0)
+
+
+def test_each_format_has_a_code_by_which_a_payload_of_another_is_refused() -> None:
+    assert [each.code for each in FORMATS.values()] == list(range(len(FORMATS)))

@@ -27,6 +27,7 @@ GROUPS = {
         ("fusion_rt/codecs",),
         (
             "tests/codecs",
+            "tests/fusiond/buckets",
             "tests/fusiond/collectives/test_low_rank.py",
             "tests/fusiond/collectives/test_selected.py",
             "tests/torch/core/test_compression.py",
