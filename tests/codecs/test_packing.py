@@ -95,6 +95,16 @@ def test_bytes_of_a_kept_element_with_fp16_and_headers(density: float, most: flo
     assert total / len(places) <= most
 
 
+@pytest.mark.parametrize(
+    ("value", "nbytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1), ("int4", 1), ("int2", 1)]
+)
+def test_what_is_always_sent_takes_as_many_bytes_as_selected_values_and_at_least_one(value: str, nbytes: int) -> None:
+    n = 64 * 100
+    whole = Selection(0, n, np.empty(0, np.int32), np.empty(0, np.float32), np.ones(n, np.float32))
+    payload = Packer(Spans([]), Spans([(0, n)]), value).pack(whole, 0, n)
+    assert 0 <= payload.nbytes - HEADER.size - nbytes * n <= n // 64  # a scale for each 64
+
+
 def test_the_shortest_way_to_write_indices_is_chosen() -> None:
     n = 1000
     sizes = {}

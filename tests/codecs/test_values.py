@@ -134,3 +134,9 @@ def test_a_scale_that_cannot_be_is_refused() -> None:
 
 def test_each_format_has_a_code_by_which_a_payload_of_another_is_refused() -> None:
     assert [each.code for each in FORMATS.values()] == list(range(len(FORMATS)))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("int8", 113 * 2.0**121), ("int4", 7 * 2.0**125)])
+def test_the_largest_numbers_are_off_by_half_a_unit_too(name: str, expected: float) -> None:
+    values = np.array([3e38, -3e38], np.float32)
+    assert there_and_back(name, FORMATS[name].rounded(values)).tolist() == [expected, -expected]

@@ -32,15 +32,15 @@ PAGES = (
     "docs/training-scripts.md",
 )
 # Claims without a test. The numbers only become smaller.
-UNHELD = {"docs/algorithms.md": 2, "docs/compression.md": 3, "docs/training-scripts.md": 1}
+UNHELD = {"docs/algorithms.md": 2, "docs/compression.md": 2, "docs/training-scripts.md": 1}
 CLAIM = re.compile(
     r"\b(?:bit by bit|to the bit|same bits|exactly|exact|never|always|nothing is lost|no rank)\b"
     r"|\b(?:is|are|stay|stays) equal\b|\bthe same (?:numbers|results?|loss|parameters after)\b"
     r"|\b(?:are|is|gives|has|does|shows|makes them|and) the same\b"
     r"|(?<![\w.-])\d*\.?\d+ ?(?:%|s|ms|µs|bytes?|[kKMGT]i?B|MiB|[kmg]bit)(?![\w-])"
 )
-HELD = re.compile(r"<!-- held by: (.*?) -->", re.DOTALL)
-MEASURED = re.compile(r"<!-- measured: (.*?) -->", re.DOTALL)
+HELD = re.compile(r"<!-- held by:\s+(.*?)\s+-->", re.DOTALL)
+MEASURED = re.compile(r"<!-- measured:\s+(.*?)\s+-->", re.DOTALL)
 GENERATED = re.compile(r"<!-- (?:table|what works with what).*?<!-- .*?end -->", re.DOTALL)
 
 

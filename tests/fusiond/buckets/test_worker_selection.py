@@ -59,6 +59,18 @@ def test_what_a_worker_has_selected_is_its_nodes_contribution() -> None:
     assert (len(indices), step, undone) == (0, 1, False), "all of it was sent"
 
 
+def test_a_worker_whose_gradient_is_zero_has_selected_nothing() -> None:
+    job = Job([1, 1])
+    job.tray.groups[0][0] = 0
+    job.memory[1][:] = 0
+    mine, other = job.send(), job.ready(1, job.planned, 0, 0)
+    job.settle()
+    assert isinstance(job.answer(0, mine)[0], wire.Done)
+    assert isinstance(job.answer(1, other)[0], wire.Done)
+    for memory in (job.segment[: job.planned.nbytes], job.memory[1]):
+        assert not memory.any()
+
+
 def test_trays_that_cannot_be_are_refused_with_their_place() -> None:
     job = Job([1, 1])
     for offset in (64, job.offset + 64, job.offset + 1):
