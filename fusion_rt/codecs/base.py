@@ -223,6 +223,7 @@ class BucketCodec(ABC):
     bounds: tuple[int, ...] = ()
     keeps_before: bool = False
     go_back: Callable[[], None] | None = None
+    _exchanges = _packed_nbytes = _dense_nbytes = 0  # counted by `note_sent`
 
     def __init__(self, layout: Layout, codec: Codec, team: Team = ALONE) -> None:
         self.layout, self.codec, self._team = layout, codec, team
@@ -269,11 +270,35 @@ class BucketCodec(ABC):
     def max_encoded_nbytes(self, n: int) -> int:
         """The most bytes that n elements can take, to be checked before a payload is received."""
 
+    @property
+    def encoded_elements(self) -> int:
+        """How many elements of the bucket it writes in its own way. It sends all others whole."""
+        return self.numel
+
+    @property
+    def numel(self) -> int:
+        """How many elements the bucket has, without padding."""
+        return sum(span.numel for span in self.layout.spans)
+
+    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
+        """Bytes of payloads that an exchange of the bucket sent to other nodes, headers included, and what it would
+        have sent of a dense bucket; for the statistics."""
+        self._exchanges += 1
+        self._packed_nbytes += nbytes
+        self._dense_nbytes += dense_nbytes
+
     def statistics(self) -> dict[str, float]:
-        """Returns what it has counted, as sums over all steps; empty if it does not count. `packed_nbytes` that were
-        sent to other nodes and the `dense_nbytes` that an all-reduce would have sent instead are known to reports, and
-        so are `asked`, `selected` and `seconds`."""
-        return {}
+        """Returns what it has counted, as sums over all exchanges: `packed_nbytes` that were sent to other nodes and
+        the `dense_nbytes` that an all-reduce would have sent instead; the `elements`, and those `encoded` of them.
+        Subclasses may add `asked`, `selected` and `seconds`, which are known to reports. Empty if it is lossless."""
+        if self.lossless:
+            return {}
+        return {
+            "packed_nbytes": self._packed_nbytes,
+            "dense_nbytes": self._dense_nbytes,
+            "elements": self._exchanges * self.numel,
+            "encoded": self._exchanges * self.encoded_elements,
+        }
 
     # What it remembers.
 

@@ -72,7 +72,6 @@ class FeedbackBucketCodec(BucketCodec):
         self._residual: Array = np.zeros(layout.elements, np.float32)
         self._velocity: Array | None = np.zeros(layout.elements, np.float32) if velocity else None
         self._ranges: tuple[Range, ...] = joined([(s.start, s.end) for s in layout.spans if s.numel])
-        self._packed_nbytes = self._dense_nbytes = 0
         self._seconds = 0.0  # that contributions took
         self._before: list[Array] = []  # what the memories were when the step began
         selection.prepare()
@@ -112,20 +111,9 @@ class FeedbackBucketCodec(BucketCodec):
         self.step = step
         self._load_own_state(own, partial=False)
 
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        """Bytes that an exchange sent in a step, and what it would have sent of a dense bucket; for the statistics."""
-        self._packed_nbytes += nbytes
-        self._dense_nbytes += dense_nbytes
-
     def statistics(self) -> dict[str, float]:
-        """Sums over all steps: `steps`; `packed_nbytes` that were sent to other nodes, headers included, and the
-        `dense_nbytes` that an all-reduce would have sent instead; and the `seconds` spent on contributions."""
-        return {
-            "steps": self.step,
-            "packed_nbytes": self._packed_nbytes,
-            "dense_nbytes": self._dense_nbytes,
-            "seconds": self._seconds,
-        }
+        """Also the number of `steps`, and the `seconds` spent on contributions."""
+        return {"steps": self.step, **super().statistics(), "seconds": self._seconds}
 
     def residual_norm(self) -> float:
         """The L2 norm of the residual, without padding."""

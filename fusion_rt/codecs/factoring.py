@@ -79,7 +79,3 @@ class FactoringBucketCodec(BucketCodec):
             outputs: 1-D, contiguous, writable, of the bucket's storage dtype, all its elements each, at least one; what
                 `start` was given may be among them. Padding becomes zero.
         """
-
-    @abstractmethod
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        """Bytes that an exchange sent in a step, and what it would have sent of a dense bucket; for the statistics."""

@@ -100,6 +100,10 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         low_rank.prepare()
         cpu.prepare([F32])
 
+    @property
+    def encoded_elements(self) -> int:
+        return sum(matrix.span.numel for matrix in self._matrices)
+
     def start(self, values: Array) -> Array:
         """See `FactoringBucketCodec`. Returns the factors P of this node, and then its elements that travel whole."""
         self._check_whole(values)

@@ -130,6 +130,10 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         self._kernel.prepare()
         cpu.prepare([F32])
 
+    @property
+    def encoded_elements(self) -> int:
+        return self.quantised.size
+
     # As a part of an exchange in which owners sum.
 
     def contribute(self, values: Array) -> Quantised:

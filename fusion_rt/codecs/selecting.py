@@ -161,6 +161,10 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self._format.prepare()
         self._whole.prepare()
 
+    @property
+    def encoded_elements(self) -> int:
+        return self.sparse.size
+
     # What a step is made of.
 
     def accumulate_and_select(self, values: Array) -> Selection:

@@ -87,9 +87,7 @@ class SummingBucketCodec(BucketCodec):
         """Encodes a step of the whole bucket as one payload, for a single receiver."""
         if start != 0 or len(values) != self.layout.elements:
             raise CodecError(f"the codec {self.codec.name} encodes whole buckets, so it cannot encode parts of them")
-        payload = self.pack(self.contribute_alone(values), 0, self.layout.elements)
-        self.note_sent(payload.nbytes, values.nbytes)
-        return payload
+        return self.pack(self.contribute_alone(values), 0, self.layout.elements)
 
     def tell(self, values: Array) -> tuple[memoryview, Array]:
         portion = self.contribute(values)
@@ -157,8 +155,3 @@ class SummingBucketCodec(BucketCodec):
         """(begin, end, weight of an element) of the ranges of elements that travel, ascending: what they are expected
         to cost."""
         return [(0, self.layout.elements, 1.0)]
-
-    @abstractmethod
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        """Bytes of payloads that an exchange sent in a step, and what it would have sent of a dense bucket; for the
-        statistics."""

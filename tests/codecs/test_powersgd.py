@@ -380,4 +380,4 @@ def test_powersgd_says_what_it_is() -> None:
     bucket.note_sent(10, 40)
     told = bucket.statistics()
     assert told.pop("seconds") > 0
-    assert told == {"steps": 1, "packed_nbytes": 10, "dense_nbytes": 40}
+    assert told == {"steps": 1, "packed_nbytes": 10, "dense_nbytes": 40, "elements": 2562, "encoded": 2352}

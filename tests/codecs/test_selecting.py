@@ -415,6 +415,7 @@ def test_statistics_say_how_much_was_asked_sent_and_saved() -> None:
     assert told.pop("seconds") > 0
     assert told == {
         "steps": 3, "asked": 81, "selected": 81, "always": 90, "packed_nbytes": 303, "dense_nbytes": 3 * 305 * 4,
+        "elements": 900, "encoded": 810,
     }  # fmt: skip
 
 

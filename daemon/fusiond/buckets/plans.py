@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -51,13 +52,30 @@ class BucketState:
 
 @dataclass(frozen=True)
 class PlanState:
-    """An active plan. `past`: sums of the statistics of plans that it has replaced."""
+    """An active plan. `counted`: sums of the statistics of plans that it has replaced, and of its messages to and from
+    homes."""
 
     plan: wire.Plan
     members: Members
     algorithm: Algorithm | HomeAlgorithm[Any]
     buckets: tuple[BucketState, ...]
-    past: Counter[str]
+    counted: Counter[str]
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def note_message(self, codec: codecs.BucketCodec, nbytes: int) -> None:
+        """A message with the values of a bucket has been encoded by a codec, as so many bytes. Called by any thread."""
+        if codec.lossless:
+            return
+        dense = codec.layout.elements * codec.layout.dtype.itemsize
+        with self._counting:
+            self.counted.update(
+                {
+                    "packed_nbytes": nbytes,
+                    "dense_nbytes": dense,
+                    "elements": codec.numel,
+                    "encoded": codec.encoded_elements,
+                }
+            )
 
     @cached_property
     def spec(self) -> chosen.Algorithm:
@@ -222,7 +240,7 @@ class Plans:
 
         return open_plan
 
-    def _open(self, plan: wire.Plan, members: Members, past: Counter[str]) -> PlanState:
+    def _open(self, plan: wire.Plan, members: Members, counted: Counter[str]) -> PlanState:
         chosen_codec = self._codec_of(plan, members)
         buckets = tuple(
             BucketState(
@@ -237,7 +255,7 @@ class Plans:
         for bucket in buckets:
             bucket.codec.keeps_before = self._memory_of_codecs is not None
         algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
-        return PlanState(plan, members, algorithm, buckets, past)
+        return PlanState(plan, members, algorithm, buckets, counted)
 
     def _codec_of(self, plan: wire.Plan, members: Members) -> codecs.Codec:
         """Returns the codec of a plan's buckets. Values that travel to homes and back are encoded there."""
@@ -413,12 +431,12 @@ class Plans:
 
     def compression(self) -> dict[str, dict[str, float]]:
         """Returns what compression has saved and cost on this node, by group and in "total": `bytes_dense` that would
-        have been sent to other nodes, `bytes_packed` that were, the share `saved`; how many elements were `asked` for,
-        and `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`, as of the last
-        `measure`."""
+        have been sent to other nodes, `bytes_packed` that were, the share `saved`; how many `elements` there were, and
+        how many of them a codec has `encoded`; how many were `asked` for, and `selected`; the `seconds` it took; and
+        the L2 norm of what is left, `residual_norm`, as of the last `measure`."""
         groups = {}
         for state in self:
-            if any(codec.statistics() for codec in state.codecs):
+            if state.counted or any(codec.statistics() for codec in state.codecs):
                 where = f" of process set {state.plan.process_set}" if state.plan.process_set else ""
                 sums = groups[state.plan.group + where] = _sums(state)
                 sums["squared_norm"] = self._squares.get(state.plan.id, 0.0)  # type: ignore[assignment]
@@ -431,7 +449,7 @@ class Plans:
         """Returns the bytes that would have been sent to other nodes without compression, and those that were."""
         sums: Counter[str] = Counter()
         for state in self:
-            sums.update(state.past)
+            sums.update(state.counted)
             for codec in state.codecs:
                 sums.update(codec.statistics())
         return int(sums["dense_nbytes"]), int(sums["packed_nbytes"])
@@ -441,8 +459,8 @@ class Plans:
 
 
 def _sums(state: PlanState) -> Counter[str]:
-    """Returns the statistics of all buckets, and of the plans before this one."""
-    sums = Counter(state.past)
+    """Returns the statistics of all buckets and messages, and of the plans before this one."""
+    sums = Counter(state.counted)
     for codec in state.codecs:
         sums.update(codec.statistics())
     return sums
@@ -454,6 +472,8 @@ def _told(sums: Counter[str]) -> dict[str, float]:
         "bytes_dense": dense,
         "bytes_packed": packed,
         "saved": 1 - packed / dense if dense else 0.0,
+        "elements": sums["elements"],
+        "encoded": sums["encoded"],
         "asked": sums["asked"],
         "selected": sums["selected"],
         "seconds": float(sums["seconds"]),

@@ -34,7 +34,8 @@ class Doubling(Exchange):
     ) -> None:
         super().__init__(port)
         self._reducer = reducer
-        self._codec = of_partials(reducer, codec)
+        self._codec, self._counting = of_partials(reducer, codec), codec
+        self._sent_nbytes = 0
         self._sources = sources
         self._outputs = outputs
         self._value = np.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
@@ -91,10 +92,14 @@ class Doubling(Exchange):
         if self.port.position < self._folded:
             self._send(self._partner[_FOLD], _UNFOLD)
         self._reducer.final([self._value], self._outputs)
+        dense = 2 * len(self._value) * self._reducer.dtype.itemsize * (self.port.nodes - 1) // self.port.nodes
+        self._counting.note_sent(self._sent_nbytes, dense)
         self.port.finish()
 
     def _send(self, position: int, hop: int) -> None:
-        self.port.send(position, 0, 0, hop, bytes(self._codec.encode(0, self._value)))
+        payload = bytes(self._codec.encode(0, self._value))
+        self._sent_nbytes += len(payload)
+        self.port.send(position, 0, 0, hop, payload)
 
 
 @lru_cache

@@ -71,6 +71,7 @@ class Ring(Exchange):
         self._left = order[self._place - 1]
         counts = [len(chunk_starts(self._length(s), self._step)) for s in range(nodes)]
         owned = (self._place + 1) % nodes
+        self._sent_nbytes = 0
         self._once = Once(2 * sum(counts) - counts[self._place] - counts[owned])
 
     def jobs(self, threads: int) -> Sequence[Job]:
@@ -82,7 +83,7 @@ class Ring(Exchange):
             low, high = self._range(segment, start)
             self._send(segment, start, 0, self._partials.encode(low, self._mine[low:high]))
         if self._once.complete:  # nothing to come: fewer elements than nodes, or none
-            self.port.finish()
+            self._end()
 
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
         nodes, hop = self.port.nodes, chunk.hop
@@ -113,7 +114,12 @@ class Ring(Exchange):
         if hop < 2 * nodes - 3:
             self._send(chunk.part, chunk.start, hop + 1, passed_on)
         if self._once.complete:
-            self.port.finish()
+            self._end()
+
+    def _end(self) -> None:
+        dense = 2 * len(self._mine) * self._reducer.dtype.itemsize * (self.port.nodes - 1) // self.port.nodes
+        self._codec.note_sent(self._sent_nbytes, dense)
+        self.port.finish()
 
     def _finalize(self, low: int, high: int, payload: memoryview) -> memoryview | bytes:
         """Computes the final value of an owned chunk, here and as it will be everywhere else."""
@@ -128,6 +134,7 @@ class Ring(Exchange):
         return packed
 
     def _send(self, segment: int, start: int, hop: int, payload: memoryview | bytes) -> None:
+        self._sent_nbytes += len(payload)
         self.port.send(self._right, segment, start, hop, payload)
 
     def _length(self, segment: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusion_rt.codecs import BucketCodec
+from fusion_rt.codecs.base import Array, BucketCodec
 from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell, Wake
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
@@ -89,12 +89,12 @@ class Actions:
         rank = step.part.rank
         codec = self._encoder(hosted, rank, step.added)
         if step.added:
-            return 1, 1, pack(codec, step.values)
+            return 1, 1, self._packed(hosted, codec, step.values)
         told = hosted.told.get(rank)
         if told is None or step.part.kind == "ask":  # who asks for what the home has gets every bit of it
             told = hosted.told[rank] = step.values.copy()  # another thread may be at work on the home
             return 0, 0, memoryview(told.tobytes())
-        payload = pack(codec, step.values - told)
+        payload = self._packed(hosted, codec, step.values - told)
         told += unpack(codec, payload)
         hosted.algorithm.told(hosted.home, step.part, told)
         return 1, 1, payload
@@ -125,6 +125,12 @@ class Actions:
             hosted.told[part.rank] = part.values
         return [partial(self._here.send, node, message, memoryview(b""))]
 
+    def _packed(self, hosted: HostedHome, codec: BucketCodec, values: Array) -> memoryview:
+        """Returns all values of a bucket as bytes of their own, which the statistics count."""
+        payload = pack(codec, values)
+        hosted.plan.note_message(codec, len(payload))
+        return payload
+
     def _send(self, hosted: HostedHome, step: Send) -> list[Act]:
         here, ranks = self._here, hosted.ranks
         message = wire.Piece(
@@ -145,7 +151,9 @@ class Actions:
         if len(local) < len(nodes):
             payload = step.payload
             if payload is None:
-                payload = pack(self._encoder(hosted, -1), step.values)
+                payload = self._packed(hosted, self._encoder(hosted, -1), step.values)
+            elif hosted.home.codec is not None and len(payload):
+                hosted.plan.note_message(hosted.home.codec, len(payload))
             for position, node in nodes.items():
                 if node != here.node:
                     acts.append(partial(here.send, node, replace(message, home=position), memoryview(payload)))

@@ -199,6 +199,7 @@ class PushPullClients:
             name = f"bucket {message.bucket}"
             self._here.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, message.clock, message.plan)
             payload.append(pack(codec, source))
+            client.plan.note_message(codec, len(payload[0]))
             self._here.trace.record(Kind.ENCODE_END, name, len(payload[0]), message.clock, message.plan)
 
         def send() -> None:

@@ -152,9 +152,10 @@ def network_stats() -> dict[str, int]:
 def compression_stats() -> dict[str, dict[str, float]]:
     """Returns the savings and costs of compression on this node so far.
 
-    Returns: for each distributed optimizer whose codec keeps count (`"optimizer.1"`, in the order in which they were
-        made) and in `"total"`: `bytes_dense` that would have been sent to other nodes, `bytes_packed` that were sent,
-        and the share that was `saved`; how many elements were `asked` for and `selected`, by codecs that select;
+    Returns: for each distributed optimizer with a codec (`"optimizer.1"`, in the order in which they were made) and in
+        `"total"`: `bytes_dense` that would have been sent to other nodes, `bytes_packed` that were sent, and the share
+        that was `saved`; how many `elements` there were in all exchanges, and how many of them the codec has `encoded`
+        (it sends small and excluded tensors whole); how many were `asked` for and `selected`, by codecs that select;
         the `seconds` spent on it; and `residual_norm`, the L2 norm of the unsent values.
 
     Raises:

@@ -153,13 +153,17 @@ def test_a_shard_applies_any_optimizer_of_torch(name: str, arguments: object, ma
 
 
 @pytest.mark.parametrize("algorithm", ["asp", "ssp(staleness=2)", "partial(backup=1)", "bsp"])
-@pytest.mark.parametrize("codec", ["topk(density=0.2)", "int8", "fp16"])
+@pytest.mark.parametrize("codec", ["topk(density=0.2, minimum=4)", "int8(minimum=4)", "fp16"])
 def test_compressed_both_ways_it_ends_near_the_minimum(algorithm: str, codec: str) -> None:
     order = [rank for _ in range(120) for rank in np.random.default_rng(5).permutation(RANKS).tolist()]
     start = START.astype(np.float32)
     workers = follow([2, 2], algorithm, order, start, codec=codec)
     before, after = PROBLEM.loss(start.astype(np.float64)), PROBLEM.loss(workers.home().astype(np.float64))
     assert after < 0.03 * before
+    counted = [node.engine.statistics()["compression"]["total"] for node in workers.job.nodes]
+    for told in counted:
+        assert told["encoded"] == told["elements"] > 0
+        assert told["bytes_packed"] < told["bytes_dense"]
 
 
 def test_a_rank_that_leaves_holds_nobody_back_unless_every_rank_is_needed() -> None:

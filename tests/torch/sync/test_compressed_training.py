@@ -238,6 +238,35 @@ def test_statistics(text: str) -> None:
         assert group["selected"] == group["asked"] == 3 * sum(round(0.05 * n) for n in buckets_of(optimizer))
 
 
+EVERYWHERE = ["fp16", "topk(minimum=100)", "int8(minimum=100)", "powersgd(minimum=100)"]
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "bsp", "choco", "diloco(steps=1, outer_rate=1.0)"])
+@pytest.mark.parametrize("text", EVERYWHERE)
+@on_ranks
+def test_every_algorithm_counts_the_elements_that_a_codec_has_encoded(text: str, algorithm: str) -> None:
+    before = hvd.compression_stats()["total"]
+    model = make("dense")[0]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        optimizer: Any = hvd.DistributedOptimizer(
+            inner, model.named_parameters(), compression=text, algorithm=algorithm
+        )
+    except ValueError:
+        return  # they do not go together, which other tests check
+    train(model, optimizer, range(3))
+    hvd.consensus(optimizer)
+    told = {key: value - before[key] for key, value in hvd.compression_stats()["total"].items()}
+    large = sum(p.numel() for p in model.parameters() if p.numel() > 200)
+    share = 1.0 if text in ("fp16", "bf16") else large / sum(p.numel() for p in model.parameters())
+    assert told["elements"] > 0
+    if text.startswith("powersgd"):  # the widest layers only
+        assert 0 < told["encoded"] < told["elements"]
+    else:
+        assert told["encoded"] / told["elements"] == pytest.approx(share, abs=0.1)  # by buckets, not all of which leave
+    assert 0 < told["bytes_packed"] < told["bytes_dense"]
+
+
 @on_ranks
 def test_a_node_counts_what_it_has_sent_and_received() -> None:
     hvd.barrier()
