@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -32,10 +37,28 @@ def test_broadcast_from_every_root() -> None:
         hvd.broadcast(torch.ones(1), 9)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("of_set", [False, True])
 @on_ranks
-def test_a_barrier_waits_for_all() -> None:
-    hvd.barrier()
-    hvd.barrier(process_set=hvd.global_process_set)
+def test_a_barrier_waits_for_a_rank_that_comes_late(late: int, of_set: bool, tmp_path: Path) -> None:
+    arguments = {"process_set": hvd.global_process_set} if of_set else {}
+    waits = [tmp_path / f"rank {rank} waits" for rank in range(hvd.size())]
+    for pipe in waits:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(pipe)
+    if hvd.rank() == late:  # comes when all others have said that they still wait
+        for rank in range(hvd.size()):
+            if rank != late:
+                waits[rank].read_bytes()
+        hvd.barrier(**arguments)
+        return
+    waiting = threading.Thread(target=hvd.barrier, kwargs=arguments)
+    waiting.start()
+    waiting.join(0.3)
+    is_waiting = waiting.is_alive()
+    waits[hvd.rank()].write_bytes(b"")
+    waiting.join()
+    assert is_waiting, "the barrier was over before all ranks had come"
 
 
 @on_ranks
