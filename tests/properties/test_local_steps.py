@@ -67,6 +67,8 @@ class Learners:
     def post(self, rank: int, piece: int) -> None:
         """Posts what an algorithm does, with the weight of the steps since the last time: a sample each."""
         weight, self.sent[rank] = self.steps[rank] - self.sent[rank], self.steps[rank]
+        if self.spec.at_shards:
+            self.posted.note([self.slots[rank]])
         value = self.posted.value(self.slots[rank])
         assert value is not None
         workers, handles = self.workers, []
@@ -93,6 +95,8 @@ class Learners:
                 assert isinstance(message, wire.Done), message
                 for place, of in self.workers.places(rank, bucket):
                     self._apply(rank, of, torch.tensor(place.copy()), message.sizes == (1,))
+            if self.spec.at_shards:
+                self.slots[rank].moved = self.slots[rank].posted = None
 
     def _apply(self, rank: int, of: slice, result: torch.Tensor, added: bool) -> None:
         """Has the strategy take a tensor's result: a slot of these elements alone."""
@@ -209,3 +213,36 @@ def test_decoupled_diloco(ranks: int, layout: list[int], mix: float) -> None:
         learners.step(rank)
         same(learners.x, expected, f"{layout}, entry {entry}")
     assert len(run.homes) > 3
+
+
+@worlds
+def test_each_local_step_of_a_decoupled_learner_counts_once(ranks: int, layout: list[int]) -> None:
+    """With a quorum of one and plain outer steps the home moves by what each learner has moved up to its last post,
+    however long its answers take."""
+    choose = np.random.default_rng(ranks)
+    moved, posted = np.zeros((ranks, DIM)), np.zeros((ranks, DIM))
+
+    def gradient(rank: int, step: int, x: Array) -> Array:
+        g = np.random.default_rng((rank, step)).standard_normal(DIM)
+        moved[rank] -= RATE * g
+        return g
+
+    learners = Learners(
+        layout, "decoupled(steps=2, outer_rate=1.0, outer_momentum=0.0, quorum=1)", start_of(ranks), gradient
+    )
+    post, job = learners.post, learners.workers.job
+
+    def noted(rank: int, piece: int) -> None:
+        posted[rank] = moved[rank]
+        post(rank, piece)
+
+    learners.post = noted  # type: ignore[method-assign]
+    job.settle = lambda: None  # type: ignore[method-assign]  # messages take their time
+    for _ in range(40 * ranks):
+        learners.step(int(choose.integers(ranks)))
+        for _ in range(int(choose.integers(12))):
+            job.step()
+    while job.step():
+        pass
+    np.testing.assert_allclose(learners.workers.home(), start_of(ranks) + posted.sum(0), rtol=0, atol=1e-11)
+    assert any(learners.under_way)
