@@ -57,7 +57,7 @@ from fusion_rt.wire.between_ranks import (
 )
 from fusion_rt.wire.coding import PeerMessage, decode_daemon_message, decode_peer_message, decode_worker_message, encode
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
-from fusion_rt.wire.data import Began, Chunk, Credit, Piece, PieceKind
+from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceKind
 from fusion_rt.wire.figures import Figures, FiguresRequest, LinkFigures, RankFigures
 from fusion_rt.wire.inquiries import (
     Frame,
@@ -206,6 +206,7 @@ __all__ = [
     "Bucket",
     "Bye",
     "Canvass",
+    "CaughtUp",
     "Chunk",
     "CloseGroup",
     "CompressionRequest",
@@ -224,6 +225,7 @@ __all__ = [
     "Handover",
     "HangRequest",
     "Heartbeat",
+    "Held",
     "Hello",
     "JobFailed",
     "JobRequest",

@@ -17,7 +17,7 @@ from fusion_rt.wire.between_ranks import (
     MessagesTaken,
 )
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
-from fusion_rt.wire.data import Began, Chunk, Credit, Piece
+from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece
 from fusion_rt.wire.figures import Figures, FiguresRequest
 from fusion_rt.wire.inquiries import Locate, Located, WaitingHere, WaitingRequest
 from fusion_rt.wire.local import DaemonMessage, WorkerMessage
@@ -61,8 +61,8 @@ PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | Path | Up | NewEpoch
     | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
     | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Mirrored
-    | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Piece | RingsRequest | Rings | RingPieceRequest
-    | RingPiece
+    | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Held | CaughtUp | Piece | RingsRequest | Rings
+    | RingPieceRequest | RingPiece
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit
     | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
 )  # fmt: skip

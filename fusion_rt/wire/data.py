@@ -32,6 +32,7 @@ class Chunk(msgspec.Struct, tag="c", array_like=True):
         part: which part of the data, in the collective's own terms (a ring's segment, a sender's rank).
         start: first element within the part.
         hop: how many nodes the part has passed through.
+        asks: for `CaughtUp`, when the receiver has reached the operation.
     """
 
     key: OpKey
@@ -39,6 +40,7 @@ class Chunk(msgspec.Struct, tag="c", array_like=True):
     part: Count
     start: Count
     hop: Count
+    asks: bool = False
 
 
 class Credit(msgspec.Struct, tag="k", array_like=True):
@@ -46,6 +48,18 @@ class Credit(msgspec.Struct, tag="k", array_like=True):
 
     key: OpKey
     chunks: Count
+
+
+class Held(msgspec.Struct, tag="held", array_like=True):
+    """The sender holds chunks of an operation back, and asks for `CaughtUp` when the receiver has reached it."""
+
+    key: OpKey
+
+
+class CaughtUp(msgspec.Struct, tag="caughtup", array_like=True):
+    """The sender has reached an operation, about which the receiver has asked."""
+
+    key: OpKey
 
 
 class Piece(msgspec.Struct, tag="p", array_like=True):

@@ -417,7 +417,8 @@ class Engine:
         return self._plans.traffic()
 
     def statistics(self) -> dict[str, object]:
-        """Operations `under_way` and `completed`, their `bytes` on this node, and the active `plans`."""
+        """Operations `under_way` and `completed`, their `bytes` on this node, the active `plans`, and what of
+        operations that peers have not reached may wait there, and is held back (`ahead`)."""
         return {
             "under_way": len(self._operations),
             "completed": self._outcomes.count,
@@ -426,6 +427,7 @@ class Engine:
             "compression": self._plans.compression(),
             "homes": self.homes.statistics(),
             "messages": self.messages.statistics(),
+            "ahead": self._exchanges.executor.early.statistics(),
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,

@@ -32,10 +32,11 @@ from fusiond.operations.outcomes import Outcomes
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
 from fusiond.shards import ParameterService
+from fusiond.transport.early_credit import EARLY_BYTES
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
 
-_MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
-_MAX_EARLY_BYTES = 1 << 32  # of these chunks
+_MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them; above what
+# `early_credit` lets all of them send together, with one for each of a thousand peers
 
 
 class Section(Protocol):
@@ -111,6 +112,9 @@ class Exchanges:
         self._progress = progress
         self._clocks = wire.clock_range(epoch)
         self._joined = joined
+        nodes, settings = len(context.topology.hosts), context.settings
+        self._most_early_bytes = 2 * (EARLY_BYTES + nodes * settings.chunk_bytes)  # twice what peers may send
+        self._held_elsewhere: dict[OpKey, set[int]] = {}  # by nodes that ask for an operation of which nothing came yet
         self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
         self.executor = Executor(
             context.topology,
@@ -239,6 +243,7 @@ class Exchanges:
         if operation is None:
             now = self._context.outside.clock()
             operation = self._operations[key] = Operation(key, members, now, now, about_key(key))
+            operation.askers = self._held_elsewhere.pop(key, set())
         return operation
 
     def advance(self, operation: Operation) -> None:
@@ -313,7 +318,30 @@ class Exchanges:
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the peers' messages about exchanges."""
-        return {wire.Chunk: self._chunk, wire.Credit: self._credit, wire.Began: self._began}
+        return {
+            wire.Chunk: self._chunk,
+            wire.Credit: self._credit,
+            wire.Began: self._began,
+            wire.Held: lambda node, message: self._asked(node, message.key),
+            wire.CaughtUp: self._reached,
+        }
+
+    def _asked(self, node: int, key: OpKey) -> None:
+        """A node asks to be told when an operation is reached here, of which it may hold chunks back."""
+        operation = self._operations.get(key)
+        if self._outcomes.is_over(key) or (operation is not None and operation.started):
+            self._context.outside.to_node(node, wire.CaughtUp(key))
+        elif operation is not None:
+            operation.askers.add(node)
+        else:
+            self._held_elsewhere.setdefault(key, set()).add(node)
+
+    def _reached(self, node: int, message: wire.CaughtUp) -> None:
+        operation = self._operations.get(message.key)
+        if operation is not None and operation.port is not None and node in operation.members.nodes:
+            operation.port.reached(operation.members.nodes.index(node))
+        else:  # it is over here, and what was sent of it does not wait there any more
+            self.executor.early.reached(node, message.key)
 
     def _credit(self, node: int, credit: wire.Credit) -> None:
         operation = self._operations.get(credit.key)
@@ -334,9 +362,13 @@ class Exchanges:
         operation = self._begun(node, chunk.key)
         if operation is None:
             self._look_back(node, chunk)
+            if chunk.asks:
+                self._asked(node, chunk.key)
             return
         if node not in operation.members.nodes:
             return
+        if chunk.asks:
+            self._asked(node, chunk.key)
         if chunk.digest != operation.digest or not operation.started:
             self._take_early(operation, node, chunk, payload)
         elif operation.working:
@@ -351,13 +383,16 @@ class Exchanges:
             self._peer_disagrees(operation, node, chunk)
             return
         self._wait(operation, node, chunk, payload)
+        self._early_bytes += len(payload)
+        if self._early_bytes > self._most_early_bytes:
+            self._count_early()
         operation.peers_digest = chunk.digest
         if operation.asked or self._participants.joined:
             self.agreement.peer_has_begun(operation)
 
     def _wait(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         """Has a chunk wait until the exchange of its operation takes it."""
-        self._check_credit(operation, sum([sender == node for sender, _, _ in operation.early]), len(payload))
+        self._check_credit(operation, sum([sender == node for sender, _, _ in operation.early]))
         operation.early.append((node, chunk, payload))
 
     def _peer_disagrees(self, operation: Operation, node: int, chunk: wire.Chunk) -> None:
@@ -408,7 +443,7 @@ class Exchanges:
         count = len(self._operations)
         return count >= _MAX_EARLY and sum(not found.parts for found in self._operations.values()) >= _MAX_EARLY
 
-    def _check_credit(self, operation: Operation, before: int, nbytes: int) -> None:
+    def _check_credit(self, operation: Operation, before: int) -> None:
         """A chunk has come that has to wait, as so many before it; for those that wait nothing is granted.
 
         Raises:
@@ -421,18 +456,16 @@ class Exchanges:
                 raise CreditExceeded(
                     f"it sent more than the {granted} messages of {operation.what} that it was granted"
                 )
-        self._early_bytes += nbytes
-        if self._early_bytes > _MAX_EARLY_BYTES:
-            self._count_early(nbytes)
 
-    def _count_early(self, nbytes: int) -> None:
-        """Counts again what waits, and a chunk that has come. Raises `CreditExceeded` if that is too much."""
-        waiting = (len(payload) for other in self._operations.values() for _, _, payload in other.early)
-        self._early_bytes = nbytes + sum(waiting)
-        if self._early_bytes > _MAX_EARLY_BYTES:
+    def _count_early(self) -> None:
+        """Counts again what waits for workers here. Raises `CreditExceeded` if that is too much."""
+        self._early_bytes = sum(
+            len(payload) for other in self._operations.values() if not other.started for _, _, payload in other.early
+        )
+        if self._early_bytes > self._most_early_bytes:
             raise CreditExceeded(
                 f"{self._early_bytes} bytes of operations wait that the workers here have not reached, "
-                f"and no more than {_MAX_EARLY_BYTES} are kept"
+                f"and peers may send {self._most_early_bytes // 2}"
             )
 
     # --- membership and results ---------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from fusiond.operations.node_parts import NodeParts, combined
 from fusiond.operations.operation import Operation
 from fusiond.operations.staging import Scratch, Staging
 from fusiond.operations.thread_work import INLINE_WORK, PLAIN_WORK, Act, ThreadWork
+from fusiond.transport.early_credit import EARLY_BYTES, EarlyCredit
 from fusiond.transport.flow_control import FlowPort
 
 
@@ -45,6 +46,7 @@ class Executor:
         cost: of messages, as measured, which sizes of chunks follow.
         route: the model by which the way between nodes is chosen.
         links: all of them by their two nodes, where some are far: the order of rings follows from them.
+        early: credit for chunks of operations that peers may not have reached.
 
     Args:
         topology, node: who is where, and which node this is.
@@ -73,6 +75,10 @@ class Executor:
         self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # of positions, by nodes
         self._topology = topology
         self._node = node
+        self.early = EarlyCredit(
+            EARLY_BYTES // max(1, len(topology.hosts) - 1),
+            lambda node, key: outside.to_node(node, wire.Held(key)),
+        )
         self._settings = settings
         self._outside = outside
         self._work = work
@@ -245,7 +251,10 @@ class Executor:
             partial(self._exchange_finished, operation),
             self._trace,
             work=partial(self._work_for, operation),
+            early=self.early,
         )
+        for node in {node for node, _, _ in operation.early}:
+            operation.port.reached(operation.members.nodes.index(node))
         what = operation.about
         size = next((part.values.nbytes for part in parts), 0)
         self._trace.record(Kind.RUN_BEGIN, what.name, size, what.clock, what.plan)
@@ -335,6 +344,7 @@ class Executor:
         """The local part is done: the exchange starts, and takes the chunks that have come before."""
         operation.started = True
         operation.since = self._outside.clock()
+        tell_askers(operation, self._outside)
         try:
             exchange.start()
         except Exception as error:
@@ -459,6 +469,12 @@ class Executor:
         for result in results:
             if result.segment is not None:
                 result.segment.close()
+
+
+def tell_askers(operation: Operation, outside: Effects) -> None:
+    """Tells the nodes that have asked that an operation is reached here, or over."""
+    while operation.askers:
+        outside.to_node(operation.askers.pop(), wire.CaughtUp(operation.key))
 
 
 def local_parts(operation: Operation) -> list[Contribution]:

@@ -41,6 +41,7 @@ class Operation:
         shared: the result that goes to workers in messages.
         answer: what workers are told about an operation without data.
         early: chunks that wait for its exchange, with their sender's node: it has not started, or works on another.
+        askers: nodes that are to be told when it is reached here, since they hold chunks back.
         disputed: it cannot start here: submissions or a peer's data do not fit.
         heard: when a chunk last came from a node (s).
         taking: the exchange is taking a chunk; `over`: with that one it has finished.
@@ -70,6 +71,7 @@ class Operation:
     shared: Array | None = None
     answer: tuple[int, ...] = ()
     early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
+    askers: set[int] = field(default_factory=set)
     disputed: bool = False
     heard: dict[int, float] = field(default_factory=dict)
     taking: bool = False

@@ -105,6 +105,8 @@ class Outcomes:
         what = about_key(key)
         self._context.trace.record(Kind.FAILED, what.name, 0, what.clock, what.plan)
         operation = self._context.operations.pop(key, None)
+        for node in () if operation is None else operation.askers:
+            self._context.outside.to_node(node, wire.CaughtUp(key))
         if operation is not None and not operation.working and operation.exchange is not None and operation.started:
             operation.exchange.abandon()
         if operation is not None and operation.working:  # threads still write into the workers' memory, and the codec's

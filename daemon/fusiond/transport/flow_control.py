@@ -2,9 +2,9 @@
 
 The receiver grants credit for chunks it has consumed, per operation and peer. So a slow peer costs bounded memory
 here (what it has no credit for is not sent but waits in the arena, where it lies anyway), and bounded memory there
-(one window an operation, also of operations that its workers have not reached yet). Credit across operations was
-rejected: chunks of an operation that a peer has not reached could then use up the credit that another one needs to
-finish.
+(one window an operation). Chunks of all operations that a peer has not reached yet are bounded together, too
+(`early_credit`). Credit across all operations was rejected: chunks of an operation that a peer has not reached could
+then use up the credit that another one needs to finish.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.tracing import about_key
+from fusiond.transport.early_credit import EarlyCredit
 
 BORROW_FROM = 64 * 1024  # bytes; a smaller payload is copied when it is sent, a larger one borrowed
 SendChunk = Callable[[int, wire.Chunk, bytes | memoryview], bool]
@@ -54,6 +55,7 @@ class _Flow:
         borrows: it still has a borrowed payload of ours to consume.
         lends: it waits for our last credit, because it sent borrowed payloads.
         waiting: chunks for which it has granted no credit.
+        reached: something has come of it, so it has reached the operation.
     """
 
     sent: int = 0
@@ -63,6 +65,7 @@ class _Flow:
     borrows: bool = False
     lends: bool = False
     waiting: deque[tuple[wire.Chunk, bytes | memoryview]] = field(default_factory=deque)
+    reached: bool = False
 
 
 @dataclass
@@ -81,6 +84,7 @@ class FlowPort:
         kind: the chunks' type.
         lends: large payloads are memory that changes when the exchange is over (`Exchange.lends`).
         work: see `Port.work`.
+        early: credit for chunks that their receivers may not expect yet; None: they always do.
     """
 
     key: wire.OpKey
@@ -96,6 +100,7 @@ class FlowPort:
     kind: type[wire.Chunk] = wire.Chunk
     lends: bool = True
     work: Callable[[int, Callable[[], None], Callable[[], None]], None] = _at_once
+    early: EarlyCredit | None = None
     _flows: defaultdict[int, _Flow] = field(default_factory=partial(defaultdict, _Flow))  # by position
     _done: bool = False
     _told: bool = False
@@ -108,11 +113,15 @@ class FlowPort:
         """Calls nothing back any more."""
         self.finished = _nothing
         self.work = _at_once
+        if self.early is not None:
+            for position, flow in self._flows.items():
+                if not flow.reached:
+                    self.early.over(self.members[position], self.key)
 
     def send(self, position: int, part: int, start: int, hop: int, payload: bytes | memoryview) -> None:
         chunk = self.kind(self.key, self.digest, part, start, hop)
         flow = self._flows[position]
-        if flow.under_way < self._window and not flow.waiting:
+        if not flow.waiting and self._may_send(position, flow, len(payload)):
             self._send_now(position, flow, chunk, payload)
             return
         if not flow.waiting:
@@ -132,6 +141,7 @@ class FlowPort:
         flow = self._flows[position]
         flow.taken += 1
         flow.consumed += 1
+        self.reached(position)
         flow.lends |= self.lends and nbytes >= BORROW_FROM
         if 4 * flow.consumed >= self._window or (self._done and flow.lends):
             self._grant_consumed(position, flow)
@@ -140,13 +150,45 @@ class FlowPort:
         """Notes that a position has consumed `count` more chunks."""
         flow = self._flows[position]
         flow.under_way -= count
-        while flow.waiting and flow.under_way < self._window:
-            self._send_now(position, flow, *flow.waiting.popleft())
-            if not flow.waiting:
-                self._record(Kind.BLOCKED_END, position)
+        self._mark_reached(position, flow)
+        self._send_waiting(position, flow)
         if not flow.waiting:
             flow.borrows &= flow.under_way > 0
             self._check()
+
+    def reached(self, position: int) -> None:
+        """Notes that a position has reached this operation: what it is sent does not wait there."""
+        flow = self._flows[position]
+        if not flow.reached:
+            self._mark_reached(position, flow)
+            self._send_waiting(position, flow)
+
+    def resume(self, node: int) -> bool:
+        """See `early_credit.Waiting`."""
+        position = self.members.index(node)
+        flow = self._flows[position]
+        self._send_waiting(position, flow)
+        return not flow.waiting or flow.under_way >= self._window
+
+    def _mark_reached(self, position: int, flow: _Flow) -> None:
+        if not flow.reached:
+            flow.reached = True
+            if self.early is not None:
+                self.early.reached(self.members[position], self.key)
+
+    def _may_send(self, position: int, flow: _Flow, nbytes: int) -> bool:
+        """Returns whether a chunk may be sent now; if so, its credit is taken."""
+        if flow.under_way >= self._window:
+            return False
+        if flow.reached or self.early is None:
+            return True
+        return self.early.take(self.members[position], nbytes, self)
+
+    def _send_waiting(self, position: int, flow: _Flow) -> None:
+        while flow.waiting and self._may_send(position, flow, len(flow.waiting[0][1])):
+            self._send_now(position, flow, *flow.waiting.popleft())
+            if not flow.waiting:
+                self._record(Kind.BLOCKED_END, position)
 
     def traffic(self, position: int) -> tuple[int, int, int]:
         """Chunks sent to a position, consumed of it, and waiting for its credit."""
@@ -156,6 +198,7 @@ class FlowPort:
     def _send_now(self, position: int, flow: _Flow, chunk: wire.Chunk, payload: bytes | memoryview) -> None:
         flow.sent += 1
         flow.under_way += 1
+        chunk.asks = not flow.reached and self.early is not None and self.early.is_short(self.members[position])
         if self.send_chunk(self.members[position], chunk, payload) and self.lends:
             flow.borrows = True
 

@@ -55,7 +55,7 @@ def test_a_peer_that_sends_more_of_an_operation_is_dropped() -> None:
 
 
 def test_a_peer_that_sends_of_too_many_operations_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanges, "_MAX_EARLY_BYTES", 100 * CHUNK)
+    monkeypatch.setattr(exchanges, "EARLY_BYTES", 48 * CHUNK)  # and one for each node; twice that is kept
     victim = attacked(1000, 500).daemons[0]
     assert "node 1 (host host1) is lost: 413696 bytes of operations wait" in victim.failure
     assert len(victim.heard) == 101
