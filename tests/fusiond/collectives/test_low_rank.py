@@ -130,7 +130,11 @@ def test_far_fewer_bytes_are_sent() -> None:
     job = Job(4)
     values = gradients(4, 0)
     group = job.group([[g] for g in values], 0).run()
-    assert max(group.sent_bytes) < 0.3 * 2 * LAYOUT.elements * 4 * 3 / 4
+    of_a_ring = 2 * LAYOUT.elements * 4 * 3 / 4
+    assert max(group.sent_bytes) < 0.3 * of_a_ring
+    told = job.codecs[0].statistics()
+    assert told["dense_nbytes"] == pytest.approx(of_a_ring, abs=1)
+    assert 0 < told["packed_nbytes"] < 0.3 * of_a_ring
 
 
 def test_a_chunk_of_a_stage_that_does_not_exist_is_refused() -> None:

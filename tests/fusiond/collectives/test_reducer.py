@@ -65,3 +65,22 @@ def test_an_output_may_be_a_source(dtype: str, count: int) -> None:
     np.testing.assert_array_equal(first, np.arange(count))
     np.testing.assert_array_equal(second, np.arange(count))
     np.testing.assert_array_equal(other, np.arange(count))
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "postscale", "elements", "needed"),
+    [
+        ("sum", "float32", 1.0, 64, False),
+        ("sum", "float32", 1.0, 65, True),
+        ("sum", "float64", 1.0, 64, False),
+        ("sum", "float32", 0.5, 1, True),
+        ("max", "float32", 1.0, 1, True),
+        ("sum", "float16", 1.0, 1, True),
+        ("sum", "int32", 1.0, 1, True),
+        ("band", "int32", 1.0, 1000, False),
+    ],
+)
+def test_a_kernel_is_needed_for_what_numpy_is_not_asked_to_do(
+    op: str, dtype: str, postscale: float, elements: int, needed: bool
+) -> None:
+    assert Reducer(op, DTYPES[dtype], postscale=postscale).needs_kernel(elements) == needed

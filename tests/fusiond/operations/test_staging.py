@@ -135,6 +135,8 @@ def test_scratch_memory_is_used_again_and_bounded() -> None:
     assert len(first) >= 5 << 20
     scratch.give_back(first)
     assert scratch.take(4 << 20) is first
+    scratch.give_back(first)
+    assert scratch.take(len(first)) is first
     others = [scratch.take(5 << 20) for _ in range(3)]
     for array in (first, *others):
         scratch.give_back(array)
