@@ -39,6 +39,7 @@ class GroupPort:
         assert self.finished == 0 or self._group.may_send_last
         self._group.under_way.append((self.position, position, wire.Chunk(KEY, 0, part, start, hop), payload))
         self._group.sent_bytes[self.position] += len(payload)
+        self._group.sent_to[self.position].append(position)
 
     def work(self, nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
         job()
@@ -65,6 +66,7 @@ class Group:
         self.under_way: list[Message] = []
         self.delivered: list[Message] = []
         self.sent_bytes = [0] * nodes
+        self.sent_to: list[list[int]] = [[] for _ in range(nodes)]  # of each node, one after the other
         self.may_send_last = False
         self._early: dict[int, list[Message]] = {}
         self._choose = random.Random(seed)

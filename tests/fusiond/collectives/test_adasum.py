@@ -152,6 +152,13 @@ def test_vectors_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(Run(vectors, PARTS, dtype).tensors(), expected, BITS[dtype] - 3)
 
 
+@pytest.mark.parametrize("count", [63, 64, 127, 128, 129])
+def test_vectors_that_fill_their_chunks_or_nearly(count: int) -> None:
+    vectors = gradients(3, 1, count=count)
+    parts = ((0, 64), (64, count - 64)) if count > 64 else ((0, count),)
+    assert_close(Run(vectors, parts).tensors(), expected_of(in_float64(vectors, "float32"), parts), 20)
+
+
 def test_different_numbers_of_workers_and_submissions_in_messages() -> None:
     vectors = [gradients(1, workers)[0] for workers in (2, 1, 3, 5)]
     expected = expected_of(in_float64(vectors, "float32"), PARTS)

@@ -97,6 +97,27 @@ def test_kernels_of_a_codec_are_compiled_beside_the_event_loop(
     assert all(any(node.engine._plans) for node in job.nodes)
 
 
+@pytest.mark.parametrize("layout", [[2], [1, 1]])
+def test_kernels_of_a_tuned_codec_are_compiled_where_several_nodes_need_it(
+    layout: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    open_topk = TopK.open
+
+    def noted(self: TopK, layout: Layout, team: Team = ALONE) -> BucketCodec:
+        opened.append(layout.elements)
+        return open_topk(self, layout, team)
+
+    monkeypatch.setattr(TopK, "open", noted)
+    job = SimulatedJob(layout)
+    for rank in job.ranks:
+        job.propose(rank, replace(PROPOSAL, tuning=wire.Tuning(codec="topk(density=0.1)")))
+    assert not opened
+    job.settle()
+    assert all(any(node.engine._plans) for node in job.nodes)
+    assert opened.count(1) == (len(layout) if len(layout) > 1 else 0), "to have them compiled, an element is enough"
+
+
 @pytest.mark.parametrize(("layout", "algorithm"), [([2], "bsp"), ([1, 1], "bsp"), ([1, 1], "adpsgd(topology='ring')")])
 def test_kernels_that_homes_reduce_with_are_compiled_beside_the_event_loop(
     layout: list[int], algorithm: str, monkeypatch: pytest.MonkeyPatch
