@@ -39,7 +39,7 @@ def open_bucket(codec: codecs.Codec, layout: Layout, nodes: int, team: Team = AL
 
 
 class Remembered:
-    """What the codecs of a plan that is over remember, until another plan takes it over.
+    """The memory of the codecs of a plan that is over, until another plan takes it over.
 
     It is brought together when it is asked for: a formation ends in the event loop, where nothing may be done to every
     parameter.

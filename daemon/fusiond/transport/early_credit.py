@@ -21,7 +21,7 @@ from typing import Protocol
 from fusion_rt.wire import OpKey
 
 EARLY_BYTES = 96 * 1024 * 1024
-"""Of chunks that may wait at a daemon for its workers, from all peers together: a daemon is to stay within 128 MiB."""
+"""Bytes of chunks that may wait at a daemon for its workers, from all peers together: it is to stay within 128 MiB."""
 
 LEAST_CHARGE = 32 * 1024
 """Bytes that an operation is charged with at least: its record takes memory, too. So at most 3,072 operations can wait
@@ -39,7 +39,7 @@ class Waiting(Protocol):
 
 @dataclass
 class _Peer:
-    """What may wait at one peer.
+    """The bytes that may wait at one peer.
 
     Attributes:
         charges: bytes, by operation, whether it is still under way here or not.
@@ -53,7 +53,7 @@ class _Peer:
 
 
 class EarlyCredit:
-    """What may be under way to each peer of operations that it may not have reached.
+    """The bytes that may be under way to each peer, of operations that it may not have reached.
 
     Args:
         nbytes: for each peer.
