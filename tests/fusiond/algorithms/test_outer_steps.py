@@ -53,11 +53,14 @@ class Learners:
 
 
 @layouts
-@pytest.mark.parametrize("quorum", [1, 2, 4])
+@pytest.mark.parametrize(("asked", "quorum"), [("", 3), ("quorum=1, ", 1), ("quorum=2, ", 2), ("quorum=4, ", 4)])
 @pytest.mark.parametrize("mix", [0.0, 0.5])
-def test_decoupled_diloco_is_the_published_rule_in_any_order(layout: list[int], quorum: int, mix: float) -> None:
+def test_decoupled_diloco_is_the_published_rule_in_any_order(
+    layout: list[int], asked: str, quorum: int, mix: float
+) -> None:
+    """Without a number, more than half of the four ranks are a quorum."""
     order = np.random.default_rng(quorum).choice(RANKS, 150, p=[0.4, 0.3, 0.2, 0.1]).tolist()
-    text = f"decoupled(steps={PERIOD}, outer_rate={OUTER_RATE}, outer_momentum={MOMENTUM}, quorum={quorum}, mix={mix})"
+    text = f"decoupled(steps={PERIOD}, outer_rate={OUTER_RATE}, outer_momentum={MOMENTUM}, {asked}mix={mix})"
     learners = Learners(layout, text)
     expected = published.decoupled_diloco(
         START, PROBLEM, samples, RANKS, RATE, PERIOD, OUTER_RATE, MOMENTUM, quorum, mix, order
