@@ -56,6 +56,22 @@ def test_ranks_know_their_place() -> None:
 
 
 @on_ranks
+def test_an_average_of_finite_halves_is_finite_on_every_route() -> None:
+    """In messages and through memory, of single tensors, groups, rows and gradients."""
+    for dtype, value in ((torch.float16, 60000.0), (torch.bfloat16, 3.3e38)):
+        for numel in (4, 40_000):
+            tensor = torch.full((numel,), value, dtype=dtype)
+            rows = hvd.reducescatter(torch.full((hvd.size(), numel), value, dtype=dtype))
+            parameter = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
+            for _ in range(2):
+                optimizer.zero_grad()
+                (parameter * tensor).sum().backward()
+            for mean in (hvd.allreduce(tensor), hvd.grouped_allreduce([tensor])[0], rows[0], parameter.grad):
+                torch.testing.assert_close(mean, tensor, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@on_ranks
 def test_gradients_are_halved_between_nodes_only() -> None:
     for compression, tolerance in ((hvd.Compression.fp16, 2**-10), (hvd.Compression.bf16, 2**-7)):
         torch.manual_seed(0)

@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 
 from fusion_rt import algorithms, codecs, wire
+from fusion_rt.codecs import averages
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.topology import GLOBAL_SET, Topology
 from fusion_rt.kernels.ordinary import Operand
@@ -258,9 +259,9 @@ def check_scales(how: wire.Reduction | wire.Signature) -> None:
 
 
 def reducer_of(how: wire.Reduction | wire.Signature, dtype: DType, ranks: int) -> Reducer:
-    """Returns the kernel's parameters: an average is a sum with the number of ranks as divisor."""
-    op, divisor = ("sum", ranks) if how.op == "average" else (how.op, 1)
-    return Reducer(op, dtype, how.prescale, how.postscale, divisor)
+    """Returns the kernel's parameters: an average is a sum that is divided, before or afterwards."""
+    prescale, divisor = averages.scaling(how, dtype, ranks)
+    return Reducer("sum" if how.op == "average" else how.op, dtype, prescale, how.postscale, divisor)
 
 
 def collective_exchange(

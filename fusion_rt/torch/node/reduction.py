@@ -32,12 +32,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusion_rt import algorithms, wire
+from fusion_rt.codecs import averages
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.device import Copying
 from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.torch.core.tensors import DTYPE_NAMES
 from fusion_rt.torch.node.ledger import REFUSED, Ledger
 from fusion_rt.torch.node.staging import NodeWay, Staging, stage
 
@@ -193,7 +196,8 @@ class NodeReduction:
         if self._group is None:  # this step had been begun when a reduction failed
             combining.why = self._ledger.read().broken
             return combining
-        prescale = self._plan.reduction.prescale
+        ranks = len(self._here.client.process_sets[self._plan.process_set].ranks)
+        prescale, _ = averages.scaling(self._plan.reduction, DTYPES[DTYPE_NAMES[staging.dtype]], ranks)
         if prescale != 1.0:  # before the sum: its purpose is that the sum be in range
             staging.values.mul_(prescale)
 

@@ -31,6 +31,7 @@ class Staging:
     """A bucket's elements on their device.
 
     Attributes:
+        dtype: the bucket's.
         values: 1-D; float32 for halves, so that sums of several are rounded once. As many as make equal parts.
         places: of the bucket's tensors, in their shapes.
         part: this rank's of the sum; all of it for a leader.
@@ -39,6 +40,7 @@ class Staging:
         gaps: the rest of `values`, in which a result may have left something.
     """
 
+    dtype: torch.dtype
     values: torch.Tensor
     places: list[torch.Tensor]
     part: torch.Tensor
@@ -74,7 +76,7 @@ def stage(flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor,
         result, result_part = device.layer.empty([elements], rounded), device.layer.empty([length], rounded)
     elif way.gathers:
         gaps = _gaps(values, [(offset, view.numel()) for view, offset in zip(views, offsets, strict=True)])
-    return Staging(values, places(values), part, result, result_part, places(result), gaps)
+    return Staging(flat.dtype, values, places(values), part, result, result_part, places(result), gaps)
 
 
 class Packed:

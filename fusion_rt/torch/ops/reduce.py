@@ -37,9 +37,10 @@ def allreduce(
         compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(0.01)` and its like, or a class with `compress` and
             `decompress`. There is no error feedback: values that a lossy codec leaves out are lost here, while a
             distributed optimizer sends them later. `fusionrun --compression` does not apply.
-        op: `Average` (the default; of integers it is that of their sum in 64 bits, truncated toward zero; not for
-            bool), `Sum` (wraps around where integers overflow, as torch does), `Min`, `Max`, `Product`, or `Adasum`
-            (for floating-point tensors). Complex tensors have `Average` and `Sum`, part by part.
+        op: `Average` (the default; of integers it is that of their sum in 64 bits, truncated toward zero; halves are
+            divided before they are added up, so that it is finite where they are; not for bool), `Sum` (wraps around
+            where integers overflow, as torch does; infinite where a partial sum of halves is), `Min`, `Max`, `Product`,
+            or `Adasum` (for floating-point tensors). Complex tensors have `Average` and `Sum`, part by part.
         prescale_factor, postscale_factor: multiply the tensor before and the result after the combination.
         process_set: the ranks that take part.
 

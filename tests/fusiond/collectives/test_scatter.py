@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fusion_rt import codecs
+from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError, Layout
 from fusion_rt.core.dtypes import DTYPES
-from fusiond.collectives.base import Exchange, ExchangeError, Reducer
+from fusiond.buckets.recipes import reducer_of
+from fusiond.collectives.base import Exchange, ExchangeError
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
 from tests.fusiond.collectives.group import Array, Group, GroupPort, combined, loaded, small_values, stored
 
@@ -38,7 +39,7 @@ class Scattered:
         self.homes = [node for node, size in enumerate(local_sizes) for _ in range(size)]
         self.dtype = dtype
         what, divisor = ("sum", members) if op == "average" else (op, 1)
-        reducer = Reducer(what, DTYPES[dtype], divisor=divisor)
+        reducer = reducer_of(wire.Reduction(op, codec=codec), DTYPES[dtype], members)
         self.parts = values or [stored(small_values(count, op, dtype, m), dtype) for m in range(members)]
         self.before = [part.copy() for part in self.parts]
         self.expected = combined(what, dtype, self.parts, divisor)
@@ -77,6 +78,13 @@ def test_every_member_gets_its_rows(local_sizes: list[int], dtype: str) -> None:
             scattered = Scattered(local_sizes, count, dtype, op, seed=count)
             for (low, high), result in zip(scattered.ranges, scattered.run(), strict=True):
                 np.testing.assert_array_equal(result, scattered.expected[low:high])
+
+
+@pytest.mark.parametrize("local_sizes", [[1], [3], [1, 1], [2, 1, 3], [1] * 7], ids=str)
+def test_an_average_of_finite_halves_is_finite(local_sizes: list[int]) -> None:
+    values = [np.full(97, 60000.0, np.float16).view(np.uint16) for _ in range(sum(local_sizes))]
+    found = np.concatenate(Scattered(local_sizes, 97, "float16", "average", values=values).run())
+    np.testing.assert_allclose(loaded(found, "float16"), 60000.0, rtol=len(local_sizes) * 2.0**-11)
 
 
 @pytest.mark.parametrize("codec", ["dense", "fp16"])

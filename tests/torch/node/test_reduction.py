@@ -101,7 +101,12 @@ def test_training_is_that_of_one_process(overlap: str) -> None:
 
 
 def reduced(
-    way: str, dtype: torch.dtype = torch.float32, steps: int = 3, where: str = "cpu", **options: Any
+    way: str,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 3,
+    where: str = "cpu",
+    factor: float = 1.0,
+    **options: Any,
 ) -> tuple[list[Any], Any]:
     """The gradients of each step, which are made of small whole numbers, and the optimizer."""
     with setting(way):
@@ -116,7 +121,7 @@ def reduced(
             losses = []
             for parameter in parameters[: len(parameters) - (step + hvd.rank()) % 2]:  # the last may have none
                 values = torch.randint(-9, 10, parameter.shape, generator=choose)
-                losses.append((parameter * values.to(where, dtype)).sum())
+                losses.append((parameter * values.to(where, dtype) * factor).sum())
             torch.autograd.backward(losses)
             found.append([parameter.grad.clone() for parameter in parameters])
         assert in_node(optimizer) == (way != "daemon" and hvd.local_size() > 1)
@@ -133,6 +138,7 @@ MANNERS: dict[str, dict[str, Any]] = {
     "fp16": {"compression": hvd.Compression.fp16},
     "a script's compressor": {"compression": type("Half", (hvd.Compression.none,), {})},
     "float16": {"dtype": torch.float16},
+    "float16, large": {"dtype": torch.float16, "factor": 6000.0},
     "bfloat16": {"dtype": torch.bfloat16, "op": hvd.Sum},
     "float64": {"dtype": torch.float64},
     "topk": {"compression": "topk(density=0.05, minimum=100)", "steps": 6},
@@ -148,6 +154,7 @@ def test_gradients_and_residuals_are_those_of_the_daemons_way(manner: str) -> No
     exact = manner != "powersgd"  # whose factors are inexact, and so depend on the order of sums
     for mine, others in zip(found, expected, strict=True):
         for a, b in zip(mine, others, strict=True):
+            assert a.isfinite().all()
             torch.testing.assert_close(a, b, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
     everybodys = hvd.allgather_object([gradient.view(-1).view(torch.uint8).tolist() for gradient in found[-1]])
     assert all(one == everybodys[0] for one in everybodys), "ranks differ"

@@ -69,8 +69,8 @@ class KFAC:
         factor_update_steps: factors are computed in every so many-th step.
         inverse_update_steps: they are decomposed in every so many-th step; in between the last decomposition is used.
         loss_scale: factor of losses before `backward()`: a number, or a function that returns it, such as
-            `GradScaler.get_scale`; gradients must have been unscaled by `step()`. Updates with values that are not
-            finite are dropped.
+            `GradScaler.get_scale`; gradients must have been unscaled by `step()`. 1 / N for losses that are divided by
+            N for accumulation. Updates with values that are not finite are dropped.
         skip_layers: names of modules (with all that is in them) and of classes that are left alone without a warning.
         name: the beginning of the names of the operations. Two preconditioners of a script need different ones.
         process_set: the ranks that take part; others work by themselves.
