@@ -95,6 +95,36 @@ def _moves(rank: int, size: int) -> None:
                 assert _same(one, torch.cat(everyone))
 
 
+def _negative(values: torch.Tensor) -> torch.Tensor:
+    """Values as a view of their negatives, whose bytes are not its elements. (Torch itself refuses conjugate views.)"""
+    return torch._neg_view(-values)
+
+
+def _views(rank: int, size: int) -> None:
+    for shape in (SMALL, LARGE):
+        for dtype, unit in ((torch.float32, 1), (torch.complex64, 1 + 1j)):
+            everyone = [_given(other, shape, dtype) * unit for other in range(size)]
+            own = _negative(everyone[rank])
+            assert own.is_neg()
+            dist.all_reduce(own)
+            assert torch.equal(own, sum(everyone))
+            own = _negative(everyone[rank])
+            dist.broadcast(own, 2)
+            assert torch.equal(own, everyone[2])
+            taken = [_negative(torch.zeros_like(own)) for _ in range(size)]
+            dist.all_gather(taken, _negative(everyone[rank]))
+            assert all(map(torch.equal, taken, everyone))
+            own = _negative(torch.zeros(shape, dtype=dtype))
+            dist.scatter(own, [_negative(each) for each in everyone] if rank == 1 else None, 1)
+            assert torch.equal(own, everyone[rank])
+            if rank < 2:
+                own = _negative(torch.zeros(shape, dtype=dtype))
+                waited = dist.irecv(own, 1 - rank)
+                dist.send(_negative(everyone[rank]), 1 - rank)
+                waited.wait()
+                assert torch.equal(own, everyone[1 - rank])
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tells whether two tensors are equal; types without comparison are compared as bytes."""
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
@@ -377,6 +407,10 @@ def test_reductions_give_what_one_process_computes(job: Job, tmp_path: Path) -> 
 
 def test_moved_elements_arrive_whatever_their_type(job: Job, tmp_path: Path) -> None:
     job.run(_in_group, str(tmp_path / "store"), _moves)
+
+
+def test_views_that_are_not_what_their_bytes_are(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _views)
 
 
 def test_parts_of_tensors_come_to_those_they_are_meant_for(job: Job, tmp_path: Path) -> None:

@@ -199,14 +199,19 @@ def received(operation: Operation) -> memoryview:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tells whether the tensor is dense memory of this process, in order."""
-    return device.layer.is_host(tensor) and tensor.is_contiguous()
+    """Tells whether the tensor is dense memory of this process, in order, whose bytes are its elements."""
+    return device.layer.is_host(tensor) and tensor.is_contiguous() and not is_turned(tensor)
+
+
+def is_turned(tensor: torch.Tensor) -> bool:
+    """Tells whether reading the tensor negates or conjugates what is in its memory, as it does in `t.conj().imag`."""
+    return tensor.is_neg() or tensor.is_conj()
 
 
 def contents(tensor: torch.Tensor) -> bytes:
     """Returns the tensor's elements in order."""
     if not is_plain(tensor):
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -222,7 +227,7 @@ def copy_in(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
     """Copies tensors, at least one, from or to memory of this process, and returns when that is done."""
     with torch.no_grad():
         if all(map(device.layer.is_host, tensors)) and all(map(device.layer.is_host, places)):
-            torch._foreach_copy_(list(places), list(tensors))
+            _copy(places, tensors)
         else:
             device.layer.copy([place.detach() for place in places], [tensor.detach() for tensor in tensors]).wait()
 
@@ -231,9 +236,18 @@ def copy_out(tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) ->
     """Copies results from memory of this process; to a device, that may go on when this returns."""
     with torch.no_grad():
         if all(map(device.layer.is_host, tensors)):
-            torch._foreach_copy_(list(tensors), list(places))
+            _copy(tensors, places)
         else:
             device.layer.copy([tensor.detach() for tensor in tensors], places)
+
+
+def _copy(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+    """Copies tensors of this process. Torch writes to turned ones singly only."""
+    if any(map(is_turned, to)):
+        for place, tensor in zip(to, source, strict=True):
+            place.copy_(tensor)
+    else:
+        torch._foreach_copy_(list(to), list(source))
 
 
 def on_device_of(like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ class Digests:
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the digest of a tensor of any dtype: int64, without dimensions, on the same device."""
-    flat = tensor.detach().reshape(-1).contiguous()  # a slice's elements are apart
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()  # a slice's elements are apart
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     size = flat.element_size()

@@ -101,3 +101,58 @@ def test_averages_of_integers_do_not_overflow() -> None:
             assert torch.equal(hvd.reducescatter(rows), rows[:1])
             wrapped = torch.stack([tensor] * hvd.size()).sum(0, dtype=dtype)
             assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum), wrapped)
+
+
+def negative(values: torch.Tensor, in_order: bool = True) -> torch.Tensor:
+    """Values as a view of their negatives, whose negative bit alone turns them round; in order, or every second one."""
+    view = torch._neg_view(-values) if in_order else torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert view.is_neg()
+    return view
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@on_ranks
+def test_negative_views_are_reduced_and_broadcast_with_their_sign(in_order: bool) -> None:
+    for shape in SHAPES:
+        own, *everyone = (
+            each.real.clone() for each in (part(hvd.rank(), shape, DTYPES[1]), *everybodys(shape, DTYPES[1]))
+        )
+        total = torch.stack(everyone).sum(0)
+        assert torch.equal(hvd.allreduce(negative(own, in_order), op=hvd.Sum), total)
+        assert torch.equal(hvd.grouped_allreduce([negative(own, in_order)], op=hvd.Sum)[0], total)
+        assert torch.equal(hvd.broadcast(negative(own, in_order), 1), everyone[1])
+        for in_place, expected in (
+            (lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum), total),
+            (lambda tensor: hvd.grouped_allreduce_([tensor], op=hvd.Sum)[0], total),
+            (lambda tensor: hvd.broadcast_(tensor, 1), everyone[1]),
+        ):
+            view = negative(own, in_order)
+            assert in_place(view) is view
+            assert torch.equal(view, expected)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@on_ranks
+def test_negative_views_are_gathered_dealt_out_and_scattered_with_their_sign(in_order: bool) -> None:
+    for columns in (1, 3000):
+        shape, size = (2 * hvd.size(), columns), hvd.size()
+        own, *everyone = (
+            each.real.clone() for each in (part(hvd.rank(), shape, DTYPES[1]), *everybodys(shape, DTYPES[1]))
+        )
+        here = slice(2 * hvd.rank(), 2 * hvd.rank() + 2)
+        assert torch.equal(hvd.allgather(negative(own, in_order)), torch.cat(everyone))
+        assert torch.equal(hvd.grouped_allgather([negative(own, in_order)])[0], torch.cat(everyone))
+        assert torch.equal(hvd.alltoall(negative(own, in_order)), torch.cat([each[here] for each in everyone]))
+        total = torch.stack(everyone).sum(0)[here]
+        assert torch.equal(hvd.reducescatter(negative(own, in_order), op=hvd.Sum), total)
+        assert torch.equal(hvd.grouped_reducescatter([negative(own, in_order)])[0], total / size)
+
+
+@on_ranks
+def test_a_negative_view_of_complex_numbers_is_reduced_with_its_sign() -> None:
+    for shape in SHAPES:
+        total = torch.stack(everybodys(shape, DTYPES[1])).sum(0)
+        view = negative(part(hvd.rank(), shape, DTYPES[1]))
+        torch.testing.assert_close(hvd.allreduce(view, op=hvd.Sum), total)
+        torch.testing.assert_close(hvd.allreduce_(view, op=hvd.Sum), total)
+        torch.testing.assert_close(view, total)

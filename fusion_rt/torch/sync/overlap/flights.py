@@ -151,7 +151,7 @@ def _sum_of_bits(parameter: torch.Tensor) -> int:
     for."""
     if not device.layer.is_host(parameter):
         return 0
-    in_order = parameter.detach().permute(memory_order(parameter))
+    in_order = parameter.detach().resolve_conj().resolve_neg().permute(memory_order(parameter))
     octets = in_order.reshape(-1).contiguous().view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
     return int(octets[:whole].view(np.uint64).sum()) + int(octets[whole:].sum())
