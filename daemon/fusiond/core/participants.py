@@ -223,7 +223,9 @@ class Participants:
         if members.set.id != GLOBAL_SET:
             return f"{who} cannot take part in process set {members.set.id} after join(), until every rank has joined"
         if not wire.KINDS[kind].joinable:
-            return f"{kind} is not possible while some ranks have joined: {who}; only all-reduce is"
+            sparse = " (sparse gradients are gathered, unless DistributedOptimizer has sparse_as_dense=True)"
+            hint = sparse if kind == "allgather" else ""
+            return f"{kind} is not possible while some ranks have joined: {who}; only all-reduce is{hint}"
         return ""
 
     def statistics(self) -> dict[str, object]:

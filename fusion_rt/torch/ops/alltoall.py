@@ -56,7 +56,7 @@ def alltoall(
             returned = torch.cat([returned, returned.new_zeros(rows - len(returned), *returned.shape[1:])])
         return [returned]
 
-    output, received = differentiable(run, back, tensor)
+    output, received = differentiable("alltoall", run, back, tensor)
     return output if splits is None else (output, received)
 
 
@@ -90,8 +90,8 @@ class _Dealt:
 
 def _deal(here: Runtime, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> _Dealt:
     process_set_id = id_of(here, process_set, "alltoall")
-    nbytes_of(tensor)
     whole = as_real(tensor, "alltoall")
+    nbytes_of(tensor)
     signature_of("alltoall", whole.dtype, whole.shape)  # refuses scalars
     shares = _checked(splits, len(tensor), len(here.client.process_sets[process_set_id].ranks))
     dealt = whole.detach()[: sum(shares)]

@@ -45,7 +45,7 @@ def broadcast(
         averaged = allreduce(gradient, op=Average, process_set=process_set)
         return [averaged if is_root else torch.zeros_like(averaged)]
 
-    return differentiable(run, back, tensor)
+    return differentiable("broadcast", run, back, tensor)
 
 
 def broadcast_async(

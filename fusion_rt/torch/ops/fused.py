@@ -18,7 +18,7 @@ from fusion_rt.client import Operation
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import Memory, copy_in, copy_out, nbytes_of, on_device_of, over, received
 from fusion_rt.torch.ops.handles import Group, Part
-from fusion_rt.torch.ops.signatures import How, as_real, signature_of, tensor_name
+from fusion_rt.torch.ops.signatures import How, as_real, listed, signature_of, tensor_name
 
 _COUNT = 8  # bytes of a number of rows
 
@@ -42,8 +42,7 @@ def fuse(
     Raises:
         ValueError: there are no tensors, or some that this operation cannot take; nothing has been submitted then.
     """
-    if not tensors:
-        raise ValueError("a grouped operation needs at least one tensor")
+    tensors = listed(tensors, kind)
     places: dict[torch.dtype, list[int]] = {}
     real = [as_real(tensor, kind, op) for tensor in tensors]
     for place, tensor in enumerate(real):

@@ -12,7 +12,7 @@ from fusion_rt.torch.ops.fused import FusedGather, fuse
 from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce
-from fusion_rt.torch.ops.signatures import Average, Sum, as_real, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.signatures import Average, Sum, as_real, id_of, listed, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Rows
 
 
@@ -44,7 +44,7 @@ def allgather(
         averaged = allreduce(gradient, op=Average, process_set=process_set)
         return [_own_rows(averaged, sizes, process_set)]
 
-    return differentiable(run, back, tensor)
+    return differentiable("allgather", run, back, tensor)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -60,6 +60,7 @@ def grouped_allgather(
 
     `name` is a common base. Differentiable. Raises as `allgather` does.
     """
+    tensors = listed(tensors, "allgather")
     rows: dict[int, Sequence[int]] = {}
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -74,7 +75,7 @@ def grouped_allgather(
         averaged = grouped_allreduce(gradients, op=Average, process_set=process_set)
         return [_own_rows(mean, rows[place], process_set) for place, mean in enumerate(averaged)]
 
-    return differentiable(run, back, *tensors)
+    return differentiable("allgather", run, back, *tensors)
 
 
 def grouped_allgather_async(

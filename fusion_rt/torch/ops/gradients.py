@@ -7,18 +7,30 @@ from typing import Any, TypeVar
 
 import torch
 
+from fusion_rt import wire
+from fusion_rt.torch.ops.signatures import check_tensor
+
 _Result = TypeVar("_Result")
 
 
 def differentiable(
-    run: Callable[..., _Result], back: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor
+    kind: wire.Kind,
+    run: Callable[..., _Result],
+    back: Callable[..., Sequence[torch.Tensor]],
+    *tensors: torch.Tensor,
 ) -> _Result:
     """Runs an operation, differentiably if any of its tensors needs a gradient.
 
     Args:
+        kind: of the operation.
         run: the operation on these tensors; returns a tensor, or a tuple of them.
         back: called with the gradients of what `run` has returned; returns those of the tensors.
+
+    Raises:
+        ValueError: one of the tensors is something else.
     """
+    for tensor in tensors:
+        check_tensor(tensor, kind)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Operation.apply(run, back, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     return run(*tensors)

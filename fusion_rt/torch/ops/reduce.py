@@ -14,7 +14,7 @@ from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.fused import FusedReduction, fuse
 from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import Group, hold
-from fusion_rt.torch.ops.signatures import How, as_real, id_of, resolve, signature_of, tensor_name
+from fusion_rt.torch.ops.signatures import How, as_real, check_tensor, id_of, listed, resolve, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Transfer
 
 
@@ -51,6 +51,7 @@ def allreduce(
     """
     codec = codec_of(compression)
     if codec is None:
+        check_tensor(tensor, "allreduce")
         compressed, context = compression.compress(tensor)
         op = resolve(op, average)
         reduced = allreduce(
@@ -66,7 +67,7 @@ def allreduce(
     def back(gradient: torch.Tensor) -> list[torch.Tensor]:  # as Horovod defines it: the same all-reduce
         return [allreduce(gradient, None, None, Compression.none, *how[:4])]
 
-    return differentiable(run, back, tensor)
+    return differentiable("allreduce", run, back, tensor)
 
 
 def allreduce_async(
@@ -128,7 +129,7 @@ def grouped_allreduce(
 
     `name` is a common base. Differentiable. Raises as `allreduce` does.
     """
-    codec = codec_of(compression)
+    tensors, codec = listed(tensors, "allreduce"), codec_of(compression)
     if codec is None:
         pairs = [compression.compress(tensor) for tensor in tensors]
         op = resolve(op, average)
@@ -146,7 +147,7 @@ def grouped_allreduce(
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
         return grouped_allreduce(gradients, None, None, Compression.none, *how[:4])
 
-    return list(differentiable(run, back, *tensors))
+    return list(differentiable("allreduce", run, back, *tensors))
 
 
 def grouped_allreduce_async(

@@ -16,7 +16,17 @@ from fusion_rt.torch.ops.fused import FusedScatter, fuse, shares
 from fusion_rt.torch.ops.gather import allgather, grouped_allgather
 from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import Group, hold
-from fusion_rt.torch.ops.signatures import Average, How, Sum, as_real, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.signatures import (
+    Average,
+    How,
+    Sum,
+    as_real,
+    check_tensor,
+    id_of,
+    listed,
+    signature_of,
+    tensor_name,
+)
 from fusion_rt.torch.ops.transfers import Complex, Rows
 
 
@@ -46,6 +56,7 @@ def reducescatter(
     """
     codec = codec_of(compression)
     if codec is None:
+        check_tensor(tensor, "reducescatter")
         compressed, context = compression.compress(tensor)
         scattered = reducescatter(
             compressed, name, Compression.none, op, process_set, prescale_factor, postscale_factor
@@ -60,7 +71,7 @@ def reducescatter(
     def back(gradient: torch.Tensor) -> list[torch.Tensor]:
         return [allgather(gradient * _factor(how), process_set=process_set)]
 
-    return differentiable(run, back, tensor)
+    return differentiable("reducescatter", run, back, tensor)
 
 
 def reducescatter_async(
@@ -89,7 +100,7 @@ def grouped_reducescatter(
 
     `name` is a common base. Differentiable. Raises as `reducescatter` does.
     """
-    codec = codec_of(compression)
+    tensors, codec = listed(tensors, "reducescatter"), codec_of(compression)
     if codec is None:
         pairs = [compression.compress(tensor) for tensor in tensors]
         scattered = grouped_reducescatter(
@@ -106,7 +117,7 @@ def grouped_reducescatter(
         factor = _factor(how)
         return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
 
-    return list(differentiable(run, back, *tensors))
+    return list(differentiable("reducescatter", run, back, *tensors))
 
 
 def grouped_reducescatter_async(

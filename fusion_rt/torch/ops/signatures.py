@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -99,14 +99,42 @@ def id_of(here: Runtime, process_set: ProcessSet, kind: str) -> int:
     return process_set_id
 
 
+def check_tensor(value: object, kind: str) -> None:
+    """Raises `ValueError`, with the remedy, for what is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return
+    what = type(value).__name__
+    remedy = "a function for Python objects, such as hvd.allgather_object"
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
+        remedy = f"hvd.grouped_{kind} for several tensors"
+    elif isinstance(value, (bool, int, float, complex, list, tuple)):
+        remedy = "torch.tensor(...) of it"
+    elif hasattr(value, "__array_interface__"):
+        remedy = "torch.from_numpy(...) of it"
+    raise ValueError(f"{kind} takes a torch.Tensor, not a value of type {what}; use {remedy}")
+
+
+def listed(tensors: Iterable[torch.Tensor], kind: str) -> list[torch.Tensor]:
+    """Returns the tensors of a grouped operation. Raises `ValueError` if there are none, or something else."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        raise ValueError(f"grouped_{kind} takes a list of tensors, not a value of type {type(tensors).__name__}")
+    found = list(tensors)
+    if not found:
+        raise ValueError("a grouped operation needs at least one tensor")
+    for tensor in found:
+        check_tensor(tensor, kind)
+    return found
+
+
 def as_real(tensor: torch.Tensor, kind: wire.Kind, op: wire.Op = Sum) -> torch.Tensor:
     """Returns the tensor itself, or of a complex one a view of its real and imaginary parts, in a last dimension of 2.
 
     The view shares the tensor's memory, unless that is a conjugate view.
 
     Raises:
-        ValueError: the operation cannot take this complex tensor.
+        ValueError: it is no tensor, or a complex one that the operation cannot take.
     """
+    check_tensor(tensor, kind)
     if not tensor.is_complex():
         return tensor
     if op not in (Average, Sum):

@@ -10,7 +10,7 @@ from fusion_rt import wire
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.ops.gather import allgather_async
 from fusion_rt.torch.ops.handles import synchronize
-from fusion_rt.torch.ops.signatures import Average, Sum
+from fusion_rt.torch.ops.signatures import Average, Sum, check_tensor
 
 
 def sparse_allreduce_async(
@@ -32,6 +32,7 @@ def sparse_allreduce_async(
             process set.
         HorovodInternalError: from the function; the operation failed, on all ranks.
     """
+    check_tensor(tensor, "sparse_allreduce_async")
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async takes a sparse tensor in coordinate format, not {tensor.layout}")
     if op not in (Average, Sum):

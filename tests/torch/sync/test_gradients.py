@@ -448,3 +448,22 @@ def test_a_slot_says_what_does_not_fit() -> None:
     optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"torch.float32 \[2\] of the gradient of 'allreduce.noname.0.0'"):
         weight.sum().backward()
+
+
+@on_ranks
+def test_a_join_with_sparse_gradients_says_what_to_do() -> None:
+    torch.manual_seed(0)
+    rows = torch.nn.Embedding(10, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(rows.parameters(), lr=0.1), rows.named_parameters())
+    for step in range(2):
+        if step == 1 and hvd.rank() == 1:
+            break
+        optimizer.zero_grad()
+        if step == 0:
+            rows(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+        else:
+            with pytest.raises(hvd.HorovodInternalError, match=r"allgather is not possible.*sparse_as_dense=True"):
+                rows(torch.tensor([1, 2])).sum().backward()
+            optimizer.zero_grad()
+    hvd.join()
