@@ -15,8 +15,9 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.client import joining
 from fusion_rt.client.adoption import Adoptions
-from fusion_rt.client.channel import Channel, Clocks, Operation
+from fusion_rt.client.channel import Channel, Operation
 from fusion_rt.client.messages import Messages, Where, placed
+from fusion_rt.client.operation_clocks import Clocks
 from fusion_rt.client.own_memory import OwnMemory
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError, HorovodInternalError
@@ -167,9 +168,8 @@ class Client:
 
         Places are (segment id, offset) in the arena, or an address that `own_memory` gave.
 
-        An operation without a name is paired with those of other ranks by kind and order; several may be under way. In
-        a group (`open_group`) operations have no names, and are paired by order alone; several threads may submit in
-        different groups.
+        An operation without a name is paired with those of other ranks by order, whatever its kind; several may be
+        under way. In a group (`open_group`) no operation has a name; several threads may submit in different groups.
 
         Args:
             name: pairs it with those of the other ranks.
@@ -187,7 +187,7 @@ class Client:
         Raises:
             HorovodInternalError: the job has failed.
             ValueError: an operation of this name is still under way here.
-            FusionError: too many names have been used, or there is no such group.
+            FusionError: the name comes again after very many others (`Clocks`), or there is no such group.
         """
         if self.watch is not None:
             self.watch(signature.kind)
@@ -196,7 +196,7 @@ class Client:
             return self._submit_in_group(signature, inline, place, splits, receives, into, seconds, release, keeps)
         unnamed = name is None
         if name is None:
-            name = f"{signature.kind}.noname"
+            name = signature.kind + wire.UNNAMED
         identity = (process_set, name)
         if identity in self._in_flight:
             self.channel.read_available()  # it may have ended, and nobody has looked
@@ -205,13 +205,12 @@ class Client:
                 f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "
                 "still under way; wait for it with synchronize(), or give each its own name"
             )
-        self.channel.clocks.check(process_set, name)
-        clock = self.channel.clocks.next(process_set, name)
+        clock = self.channel.clocks.next_named(process_set, name)
         operation = self.channel.begin(name)
         operation.keeps = keeps
         submit = wire.Submit(operation.handle, name, clock, signature, placed(place), inline, splits)
         message = wire.encode(submit)
-        self.channel.clocks.count(process_set, name)
+        self.channel.clocks.count_named(process_set, name)
         if unnamed:
             operation.release = release
         else:

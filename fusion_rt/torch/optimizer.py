@@ -26,7 +26,15 @@ from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.overlap.later import Later
 from fusion_rt.torch.sync.overlap.ways import chosen_overlap
-from fusion_rt.torch.sync.parameters import Groups, are_shards, check_memory, groups_of, names_of, optimizer_spec
+from fusion_rt.torch.sync.parameters import (
+    Groups,
+    are_shards,
+    check_dtypes,
+    check_memory,
+    groups_of,
+    names_of,
+    optimizer_spec,
+)
 from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import When
@@ -103,6 +111,8 @@ def DistributedOptimizer(
         id_of(here, process_set, "allreduce")  # raises if it is not registered
     codec = codec_of(compression)
     compressor = compression if codec is None else None
+    if compressor is None and takes_part(process_set):
+        check_dtypes(optimizer, names)
     chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
     if spec.codec and codecs.parse(chosen).lossless:

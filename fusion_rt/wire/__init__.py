@@ -116,7 +116,18 @@ from fusion_rt.wire.local import (
     WorkerMessage,
     part_of_node,
 )
-from fusion_rt.wire.operations import Address, OpKey, Place, Signature, digest, group_id, is_group, mark
+from fusion_rt.wire.operations import (
+    UNNAMED,
+    Address,
+    OpKey,
+    Place,
+    Signature,
+    digest,
+    group_id,
+    in_its_place,
+    is_group,
+    mark,
+)
 from fusion_rt.wire.peers import (
     MAX_OCCUPIED,
     MAX_SNAPSHOTS,
@@ -197,6 +208,7 @@ __all__ = [
     "OWN",
     "PART",
     "PROTOCOL_VERSION",
+    "UNNAMED",
     "Abort",
     "Ack",
     "AddSegment",
@@ -339,6 +351,7 @@ __all__ = [
     "first_epoch",
     "formation_of",
     "group_id",
+    "in_its_place",
     "is_group",
     "mark",
     "message_key",

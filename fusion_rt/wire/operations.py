@@ -96,6 +96,19 @@ class OpKey(NamedTuple):
         return f"bucket {self.name} of plan {self.plan}" if self.plan else f"tensor {self.name!r}"
 
 
+UNNAMED = ".noname"
+"""End of the name that an operation without one gets, after its kind. In a process set they have one clock for all
+kinds: two of them with the same clock are two ranks' submissions that should be of one operation."""
+
+
+def in_its_place(key: OpKey) -> tuple[OpKey, ...]:
+    """Returns the keys of operations of other kinds in the place of one without a name; none of any other one."""
+    kind, dot, _ = key.name.rpartition(UNNAMED)
+    if not dot or key.plan or is_group(key.process_set):
+        return ()
+    return tuple(key._replace(name=other + UNNAMED) for other in KINDS if other != kind)
+
+
 @lru_cache(maxsize=4096)
 def mark(key: OpKey) -> int:
     """Hashes the key of one run of an operation to 47 bits, the same on all nodes; never 0."""

@@ -143,6 +143,7 @@ class Proposal(msgspec.Struct, frozen=True):
         tensors: in the order in which their gradients arrived on this rank.
         tuning: counts on the lowest rank that proposes.
         anew: all ranks propose, so that a plan which others have made without this rank will not do.
+        identity: of the optimizer, by its parameters; the same on all ranks, and another one for each of this rank's.
     """
 
     group: Name
@@ -152,3 +153,4 @@ class Proposal(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     tuning: Tuning | None = None
     anew: bool = False
+    identity: Name = ""

@@ -11,6 +11,9 @@ import fusion_rt.torch as hvd
 from tests.harness import Job, on_ranks
 from tests.torch.ops.test_broadcast import test_broadcast_from_every_root  # noqa: F401
 from tests.torch.ops.test_gather import test_allgather_of_different_numbers_of_rows  # noqa: F401
+from tests.torch.ops.test_handles import (  # noqa: F401
+    test_operations_without_a_name_that_are_of_different_kinds_are_an_error_at_once,
+)
 from tests.torch.ops.test_reduce import test_every_dtype_with_every_op  # noqa: F401
 from tests.torch.sync.test_adasum_optimizer import (  # noqa: F401
     test_compressed_steps,
@@ -21,6 +24,7 @@ from tests.torch.sync.test_functions import (  # noqa: F401
     test_within_a_process_set,
 )
 from tests.torch.sync.test_gradients import (  # noqa: F401
+    test_a_join_with_sparse_gradients_says_what_to_do,
     test_a_rank_that_joins_before_its_first_step_gets_the_plan,
     test_an_optimizer_for_sparse_gradients,
     test_an_optimizer_over_a_part_of_the_ranks,
@@ -30,6 +34,7 @@ from tests.torch.sync.test_gradients import (  # noqa: F401
     test_sparse_gradients_are_reduced,
 )
 from tests.torch.test_optimizer import (  # noqa: F401
+    test_optimizers_in_another_order_on_one_rank_are_an_error_at_once,
     test_several_backward_passes_make_one_step,
     test_training_is_that_of_one_process,
     test_unused_parameters_contribute_zeros,

@@ -833,3 +833,55 @@ def test_statistics_count_steps_and_waiting() -> None:
     assert (found.steps, found.plans) == (3, 1)
     assert found.nbytes >= sum(p.nbytes for p in model.parameters())
     assert 0 < found.last_waited_seconds < found.waited_seconds
+
+
+@on_ranks
+def test_complex_parameters_are_refused_by_name_before_any_step() -> None:
+    parameters = {
+        "weight": torch.nn.Parameter(torch.ones(2)),
+        "phase": torch.nn.Parameter(torch.ones(2, dtype=torch.cfloat)),
+    }
+    for algorithm in ("allreduce", "local_sgd(period=2)"):
+        with pytest.raises(ValueError, match=r"parameter 'phase', which is torch\.complex64.*torch\.view_as_real"):
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), algorithm=algorithm
+            )
+    parameters["phase"].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
+    parameters["weight"].sum().backward()
+    optimizer.step()
+    parameters["phase"].requires_grad_(True)
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"parameter 'phase', which is torch\.complex64"):
+        (parameters["weight"].sum() + parameters["phase"].abs().sum()).backward()
+    optimizer.zero_grad()
+
+
+@on_ranks
+def test_optimizers_in_another_order_on_one_rank_are_an_error_at_once() -> None:
+    models = {name: torch.nn.Linear(3, 2) for name in ("generator", "critic")}
+    optimizers = {}
+    for name in sorted(models, reverse=hvd.rank() == 1):
+        named = [(f"{name}.{key}", parameter) for key, parameter in models[name].named_parameters()]
+        optimizers[name] = hvd.DistributedOptimizer(torch.optim.SGD(models[name].parameters(), lr=0.1), named)
+    ranks = r"'optimizer\.\d+' on rank [0-3]"
+    match = rf"in different orders: the one of 'generator\.bias' and 1 more is {ranks}.* and {ranks}"
+    for _ in range(2):
+        optimizers["generator"].zero_grad()
+        with pytest.raises(hvd.HorovodInternalError, match=match):
+            models["generator"](torch.ones(1, 3)).sum().backward()
+    hvd.barrier()
+
+
+@on_ranks
+def test_parameter_groups_in_another_order_on_one_rank() -> None:
+    """Parameters are paired and compared by name. Warnings are errors."""
+    model, reference = make_model(), make_model()
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    groups = groups[::-1] if hvd.rank() == 1 else groups
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), model.named_parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer._sync._digests, "_waits", True)
+        train(model, optimizer, range(4))
+    train_reference(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(4))
+    assert_same(model, reference)

@@ -24,7 +24,7 @@ from fusiond.control import planning
 from fusiond.control.handover import Inherited
 from fusiond.control.inquiries import Inquiries
 from fusiond.control.questions import Questions
-from fusiond.control.waiting import Subject
+from fusiond.control.waiting import Subject, explain_order
 from fusiond.core.participants import Participants
 
 Outgoing: TypeAlias = list[tuple[int, wire.PeerMessage]]
@@ -102,6 +102,7 @@ class Coordinator:
         self._send = send
         self._plans: dict[PlanKey, dict[int, wire.Proposal]] = {}  # proposals, by rank
         self._made: dict[tuple[int, str], _Made] = {}
+        self._misnamed: dict[tuple[int, str], str] = {}  # why there are no plans of a group
         self._next_plan = 1
         self._verdicts: dict[OpKey, wire.Verdict] = {}  # of the view before, which some nodes may not have heard
         self.seconds_per_byte: dict[int, float] = {}
@@ -154,6 +155,9 @@ class Coordinator:
         approved = wire.KINDS[signature.kind].complete and (key.process_set, wire.digest(signature)) in self._approved
         if approved and key not in self._pending and ("operation", key) not in self._inquiries:
             return [(node, wire.Verdict(key))]
+        for other in wire.in_its_place(key):
+            if other in self._pending:
+                return self._refuse_order(other, key, request)
         self._pending.setdefault(key, {})[node] = request
         refusal = self._refused_after_join(key)
         if refusal:
@@ -162,6 +166,15 @@ class Coordinator:
             self._inquiries.inquire(("operation", key))
             return []
         return self._decide(key)
+
+    def _refuse_order(self, other: OpKey, key: OpKey, request: wire.Request) -> Outgoing:
+        """Fails two operations of different kinds without a name that should be one."""
+        submitted = {other: self._submitted(other), key: request.signatures}
+        why = explain_order(submitted, self._topology)
+        nodes = self._participants.members(key.process_set).nodes
+        for each in submitted:
+            self.forget(each)
+        return [(node, wire.OpFailed(each, why)) for each in submitted for node in nodes]
 
     def mismatch(self, message: wire.Mismatch) -> Outgoing:
         """A node found that ranks disagree about something, or has waited too long for some."""
@@ -205,8 +218,25 @@ class Coordinator:
             made.holders.add(request.rank)
             verdict = wire.PlanVerdict(*plan_key, None if error else made.plan, error)
             return [(self._topology.node_of(request.rank), verdict)]
+        if why := self._misnamed.get(plan_key[:2]):
+            return [(self._topology.node_of(request.rank), wire.PlanVerdict(*plan_key, None, why))]
         self._plans.setdefault(plan_key, {})[request.rank] = proposal
-        return self._decide_plan(plan_key)
+        return self._refused_order(plan_key, request) or self._decide_plan(plan_key)
+
+    def _refused_order(self, plan_key: PlanKey, request: wire.PlanRequest) -> Outgoing:
+        """Refuses the plans of two groups if one rank has made the same optimizer for one of them, and another rank for
+        the other: with optimizers in different orders, each would wait for the other."""
+        proposal = request.proposal
+        for other, proposals in list(self._plans.items()):
+            for rank, theirs in proposals.items() if other[0] == plan_key[0] and other[1] != plan_key[1] else ():
+                if proposal.identity and theirs.identity == proposal.identity and rank != request.rank:
+                    why = planning.misordered({rank: theirs, request.rank: proposal}, self._topology)
+                    out: Outgoing = []
+                    for each in (other, plan_key):
+                        self._misnamed[each[:2]] = why
+                        out += self._plan_verdict(each, None, why)
+                    return out
+        return []
 
     def _decide_plan(self, plan_key: PlanKey) -> Outgoing:
         """Makes the plan once every rank that is awaited has proposed it."""
@@ -254,6 +284,7 @@ class Coordinator:
             del self._plans[plan_key]
         for made in [key for key in self._made if key[0] == process_set]:
             del self._made[made]
+        self._misnamed = {key: why for key, why in self._misnamed.items() if key[0] != process_set}
 
     def statistics(self) -> dict[str, int]:
         """Numbers of `pending` operations and plans, `approved` signatures and `plans` made."""

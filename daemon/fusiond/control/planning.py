@@ -72,6 +72,18 @@ def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:
     return ""
 
 
+def misordered(proposals: Mapping[int, Proposal], topology: Topology) -> str:
+    """Explains that ranks have made an optimizer, of the same parameters, in the place of another one."""
+    places = [f"{proposals[rank].group!r} on {topology.describe([rank])}" for rank in sorted(proposals)]
+    tensors = next(iter(proposals.values())).tensors
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    first = min(tensor.name for tensor in tensors)
+    return (
+        f"the ranks have made their optimizers in different orders: the one of {first!r}{more} is "
+        f"{' and '.join(places)}; make optimizers in the same order on all ranks, and not in that of a set"
+    )
+
+
 def merge(proposals: Mapping[int, Proposal]) -> Proposal:
     """The lowest rank's proposal, in which those tensors are sparse that are so on any rank."""
     first = proposals[min(proposals)]

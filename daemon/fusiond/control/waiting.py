@@ -225,6 +225,24 @@ def explain(
     return f"{what} made no progress for {_seconds(waited)} although every rank has {done} it"
 
 
+def explain_order(submitted: Mapping[OpKey, Mapping[int, wire.Signature]], topology: Topology) -> str:
+    """Explains that ranks have submitted operations without a name in different orders.
+
+    Args:
+        submitted: those that should be one, with the ranks that have submitted them here, or none if it is others.
+    """
+    said = []
+    for key, signatures in submitted.items():
+        rank = min(signatures, default=None)
+        who = "other ranks" if rank is None else topology.describe(sorted(signatures))
+        said.append(f"{who}: {key.name.removesuffix(wire.UNNAMED) if rank is None else describe(signatures[rank])}")
+    number = next(iter(submitted)).clock % wire.CLOCKS_OF_AN_EPOCH
+    return (
+        f"the ranks do not agree about operation {number} without a name: {'; '.join(said)}. Such operations are "
+        "paired in the order in which each rank submits them; give them names, or submit them in one order"
+    )
+
+
 def _seconds(waited: float) -> str:
     return f"{waited:.0f} s" if waited >= 1 else f"{waited:.2g} s"
 

@@ -17,7 +17,7 @@ from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import BucketState, Plans, PlanState
 from fusiond.control.coordination import Coordination
-from fusiond.control.waiting import describe
+from fusiond.control.waiting import describe, explain_order
 from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
@@ -174,6 +174,9 @@ class Exchanges:
             self._outcomes.here(key, f"{key.in_words}: {why}")
             self._outcomes.refuse(rank, submit.handle, f"{key.in_words}: {why}")
             return
+        if why := self._is_another_in_its_place(key, {rank: signature}):
+            self._outcomes.refuse(rank, submit.handle, why)
+            return
         operation = self._operation(key, recipe.members)
         if rank in operation.parts:
             raise RequestError(f"rank {rank} submitted {key.in_words} twice under one clock")
@@ -192,6 +195,21 @@ class Exchanges:
         else:
             self.advance(operation)
         self._homes.occupied.look(rank)
+
+    def _is_another_in_its_place(self, key: OpKey, submitted: Mapping[int, wire.Signature]) -> str:
+        """Fails an operation without a name in whose place other ranks have one of another kind, and that one, too.
+        Returns why; empty if there is none. `submitted`: by which ranks it is."""
+        for other in wire.in_its_place(key):
+            found = self._operations.get(other)
+            if found is None and not (why := self._outcomes.why(other)):
+                continue
+            if found is not None:
+                theirs = {rank: part.signature for rank, part in found.parts.items()}
+                why = explain_order({key: submitted, other: theirs}, self._context.topology)
+                self._outcomes.everywhere(other, why)
+            self._outcomes.everywhere(key, why)
+            return why
+        return ""
 
     def _set_limit(self, operation: Operation, seconds: float) -> None:
         until = self._context.outside.clock() + seconds
@@ -431,6 +449,8 @@ class Exchanges:
         if self._participants.is_over(key.process_set):
             return None
         if key.process_set in self._participants and not self._too_early():
+            if self._is_another_in_its_place(key, {}):
+                return None
             return self._operation(key, self._participants.members(key.process_set))
         self._outcomes.on_job_failed(
             f"node {node} (host {self._context.topology.hosts[node]}) sent data of {key.name!r}, which has no place "

@@ -19,6 +19,7 @@ from fusiond.core.tracing import Trace, record_tensor
 from fusiond.host.loop import EventLoop
 from fusiond.timeline.writer import Order
 
+_MOST_TENSORS = 4096
 _LAST = 5.0  # seconds for the process to write what is left when the daemon ends
 Then = Callable[[str], None]
 
@@ -53,7 +54,7 @@ class TimelineController:
         self._describe = describe
         self._warn = warn
         self._process: _WriterProcess | None = None
-        self._tensors: dict[str, wire.Signature] = {}  # those that are recorded, by name
+        self._tensors: dict[str, wire.Signature] = {}  # those that are recorded, by name; not all
 
     @property
     def is_written(self) -> bool:
@@ -79,6 +80,8 @@ class TimelineController:
     def submitted(self, submit: wire.Submit) -> None:
         """A worker has submitted an operation, of which the engine will hear next."""
         if self.is_written and self._tensors.get(submit.name) != submit.signature:
+            if len(self._tensors) >= _MOST_TENSORS:  # each has a name of its own, or they are recorded again
+                self._tensors.clear()
             self._tensors[submit.name] = submit.signature
             record_tensor(self._trace, submit.name, submit.signature)
 

@@ -68,15 +68,18 @@ class Runtime:
         self.ruled: list[Any] = []
         self.allocating = threading.Lock()
         self._groups: Counter[int | None] = Counter()  # by process set
+        self._alike: Counter[tuple[int | None, str]] = Counter()  # groups of the same parameters
         self.where = where
         self.daemon = daemon
         self._finalizer = multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
         _hook()
 
-    def next_group(self, process_set: int | None) -> str:
-        """Returns a name for an optimizer's plans, the same on all members that make optimizers in the same order."""
+    def next_group(self, process_set: int | None, parameters: str) -> tuple[str, str]:
+        """Returns a name for an optimizer's plans, the same on all members that make optimizers in the same order; and
+        its identity, by which those are noticed that do not. `parameters`: a digest of their names and shapes."""
         self._groups[process_set] += 1
-        return f"optimizer.{self._groups[process_set]}"
+        self._alike[process_set, parameters] += 1
+        return f"optimizer.{self._groups[process_set]}", f"{parameters}.{self._alike[process_set, parameters]}"
 
     def collect(self) -> None:
         """Releases memory that nobody uses any more: of plans, of tensors that were adopted, and where results were."""

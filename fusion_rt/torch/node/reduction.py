@@ -129,7 +129,7 @@ class NodeReduction:
             HorovodInternalError: as for `begin`.
         """
         state = self._ledger.withdraw()
-        clocks = [self._here.client.channel.clocks.next(-self._plan.id, bucket.index) for bucket in self._plan.buckets]
+        clocks = [self._here.client.channel.clocks.next(self._plan.id, bucket.index) for bucket in self._plan.buckets]
         if not any(state.includes(clock) for clock in clocks):
             return False
         self.reduces = self._is_connected()
@@ -294,7 +294,7 @@ class NodeReduction:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> int:
-        return self._here.client.channel.clocks.next(-self._plan.id, 0)
+        return self._here.client.channel.clocks.next(self._plan.id, 0)
 
     def _enrol(self) -> Ledger:
         self._joins = self._here.client.joins

@@ -56,7 +56,7 @@ class Digests:
             step: how many exchanges there were in this membership, or since all ranks have joined (`hvd.join`); the
                 same on all of them.
             name: pairs the ranks' operations.
-            alike: returns the tensors by names, the same on all ranks; none if it is not yet time to.
+            alike: returns the tensors by names, the same on all ranks, in any order; none if it is not yet time to.
         """
         self._compare(step, name, alike, runtime())
         self.due = self._next if self._asked is None else 0
@@ -78,7 +78,7 @@ class Digests:
         self._next = (step // self._every + 1) * self._every
         if self._process_set.size() == 1:
             return
-        made = [digest(tensor) for tensor in tensors.values()]  # all are queued, before the first is waited for
+        made = [digest(tensors[name]) for name in sorted(tensors)]  # all are queued, before the first is waited for
         mine = torch.tensor([[here.rank, *(int(each) for each in made)]])
         try:
             handle = allgather_async(mine, f"{name}.digests", self._process_set)
@@ -95,7 +95,10 @@ class Digests:
         assert self._asked is not None
         (handle, since, names), self._asked = self._asked, None
         try:
-            different = differences(synchronize(handle), names)
+            by_name = sorted(range(len(names)), key=names.__getitem__)  # the order of columns, the same on all ranks
+            gathered = synchronize(handle)
+            gathered[:, [1 + place for place in by_name]] = gathered[:, 1:].clone()
+            different = differences(gathered, names)
         except HorovodInternalError:
             return  # nothing depends on it; of a rank that is lost the next exchange says what is to do
         if different and not self._differs:

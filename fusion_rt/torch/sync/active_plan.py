@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -11,14 +12,14 @@ from fusion_rt.client import Operation
 from fusion_rt.torch.autotune.replanning import Replanning
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime, runtime
-from fusion_rt.torch.core.tensors import TORCH_DTYPES, dtype_name
+from fusion_rt.torch.core.tensors import TORCH_DTYPES
 from fusion_rt.torch.node.reduction import NodeReduction, reduction_in_node
 from fusion_rt.torch.node.staging import NodeWay
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.sync.buckets import Bucket, Carriage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.options import Options, Where
-from fusion_rt.torch.sync.parameters import Trained
+from fusion_rt.torch.sync.parameters import Trained, exchanged_dtype
 from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, SparseGradient, memory_order
 
@@ -47,7 +48,7 @@ class ActivePlan:
         self._options, self._trained = options, trained
         self._checkpoint, self._selections = checkpoint, selections
         self.here = runtime()
-        self._group = self._name()
+        self._group, self._identity = self._name()
         self.made = False
         self.agreed: wire.Plan | None = None
         self.buckets: list[Bucket] = []
@@ -61,7 +62,8 @@ class ActivePlan:
     @property
     def group(self) -> str:
         """Name of the plans of this optimizer, the same on all ranks."""
-        self._group = self._group or self._name()
+        if not self._group:
+            self._group, self._identity = self._name()
         return self._group
 
     @property
@@ -112,7 +114,7 @@ class ActivePlan:
         # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
         # joined, took no part in some of their proposals.
         specs = tuple(self._spec(slot, None if ahead else self._options.posted.value(slot)) for slot in order.values())
-        proposal = wire.Proposal(self.group, process_set, self._id, reduction, specs)
+        proposal = wire.Proposal(self.group, process_set, self._id, reduction, specs, identity=self._identity)
         if replanning is not None:
             proposal = replanning.proposal(self.here, proposal, may_be_late, self._options.go_on is not None)
         self._proposed = self.here.client.propose(proposal)
@@ -185,7 +187,7 @@ class ActivePlan:
         if here is not self.here:
             self.close()
             self.here, self._segment, self._id, self.agreed = here, None, 0, None
-            self._group = self._name() if self._group else ""
+            self._group, self._identity = self._name() if self._group else ("", "")
         if self._segment is not None:
             here.client.arena.drop_segment(self._segment)
             self._segment = None
@@ -203,8 +205,10 @@ class ActivePlan:
             self.node.close()
             self.node = None
 
-    def _name(self) -> str:
-        return self.here.next_group(self._options.process_set.process_set_id)
+    def _name(self) -> tuple[str, str]:
+        alike = sorted((named.name, *named.parameter.shape) for named in self._trained.named())
+        digest = hashlib.blake2b(repr(alike).encode(), digest_size=8).hexdigest()
+        return self.here.next_group(self._options.process_set.process_set_id, digest)
 
     def _spec(self, slot: Slot, value: torch.Tensor | None) -> wire.TensorSpec:
         """Makes the spec with which a slot is proposed. `value`: what is posted of it, if it is known."""
@@ -216,7 +220,8 @@ class ActivePlan:
             dense = value.to_dense() if value is not None and value.is_sparse else value
             tensor = slot.compress(options.compressor, dense)
         group = 0 if options.algorithm.sums_gradients else self._trained.group_of(slot.parameter)
-        return wire.TensorSpec(slot.name, dtype_name(tensor.dtype), tuple(tensor.shape), slot.together, sparse, group)
+        dtype = exchanged_dtype(slot.name, tensor)
+        return wire.TensorSpec(slot.name, dtype, tuple(tensor.shape), slot.together, sparse, group)
 
     def _rows(self, slot: Slot, sparse: int, carriage: Carriage) -> Bucket:
         op = self._options.reduction.op

@@ -126,7 +126,7 @@ class Bucket:
         """Records that the last gradient of this step has come."""
         if self.rows is None:
             _, plan, index = self._identity
-            self._trace.record(_FULL, self._label, 0, self._channel.clocks.next(-plan, index), plan)
+            self._trace.record(_FULL, self._label, 0, self._channel.clocks.next(plan, index), plan)
 
     # --- to the daemon ------------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Bucket:
 
     def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         plan = self._identity[1]
-        clock = self._channel.clocks.next(-plan, self._identity[2])
+        clock = self._channel.clocks.next(plan, self._identity[2])
         self._trace.record(_COPY_BEGIN, self._label, 0, clock, plan)
         torch._foreach_copy_(places, values)
         self._trace.record(_COPY_END, self._label, 0, clock, plan)

@@ -11,6 +11,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
+from fusion_rt.torch.core.tensors import dtype_name
 
 _HOW = ("fused", "foreach", "capturable", "differentiable")  # arguments of an optimizer that change no result
 Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]]
@@ -51,6 +52,28 @@ def names_of(
         raise ValueError(f"named_parameters was specified, but one or more model parameters were not named: "
                          f"{', '.join(unnamed)}")  # fmt: skip
     return names
+
+
+def check_dtypes(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
+    """Raises `ValueError` if gradients of some of an optimizer's parameters cannot be exchanged."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                exchanged_dtype(names[parameter], parameter)
+
+
+def exchanged_dtype(name: str, tensor: torch.Tensor) -> str:
+    """Returns the name on the wire of what is exchanged of a parameter. Raises `ValueError` if it has none."""
+    try:
+        return dtype_name(tensor.dtype)
+    except ValueError as error:
+        remedy = str(error)
+    if tensor.is_complex():
+        remedy = (
+            "keep it as pairs of real numbers (torch.view_as_real), and make the complex tensor of them in the forward "
+            "pass (torch.view_as_complex)"
+        )
+    raise ValueError(f"gradients of the parameter {name!r}, which is {tensor.dtype}, cannot be exchanged: {remedy}")
 
 
 def groups_of(optimizer: torch.optim.Optimizer, groups: Groups | None) -> dict[torch.Tensor, int]:

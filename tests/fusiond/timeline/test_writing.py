@@ -209,3 +209,17 @@ def test_timelines_are_started_switched_and_ended(recorded: Recorded, tmp_path: 
     assert len(recorded.warnings) == 1
     for path, name in ((f"{first}.1", "x"), (second, "y"), (third, "z")):
         assert names_in(path) == [name]
+
+
+@pytest.mark.multiprocess
+def test_tensors_with_a_name_of_their_own_in_each_step_are_not_all_remembered(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusiond.timeline.controller._MOST_TENSORS", 8)
+    path = str(tmp_path / "timeline.json")
+    assert recorded.start(0, path) == ""
+    for step in range(100):
+        recorded.operation(f"loss.{step}")
+    assert len(recorded.timeline._tensors) <= 8
+    assert recorded.stop(0) == ""
+    assert {f"loss.{step}" for step in range(100)} <= set(names_in(path))

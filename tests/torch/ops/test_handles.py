@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.errors import FusionError, HorovodInternalError
 from tests.harness import on_ranks
 
 
@@ -78,3 +81,109 @@ def test_a_mismatch_fails_on_all_ranks_and_the_job_goes_on() -> None:
     with disagreement("allgather.columns", "[2, 4]", "[2, 3]"):
         hvd.allgather(torch.ones(2, 4 if odd else 3), name="columns")
     assert hvd.allreduce(torch.ones(2), name="shape", op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+class Own:
+    """A script's own compressor."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: None) -> torch.Tensor:
+        return tensor
+
+
+SINGLE: dict[str, tuple[Callable[..., Any], ...]] = {
+    "allreduce": (
+        hvd.allreduce,
+        hvd.allreduce_,
+        hvd.allreduce_async,
+        hvd.allreduce_async_,
+        functools.partial(hvd.allreduce, compression=Own),
+    ),
+    "allgather": (hvd.allgather, hvd.allgather_async),
+    "broadcast": tuple(
+        functools.partial(operation, root_rank=0)
+        for operation in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_)
+    ),
+    "alltoall": (hvd.alltoall, hvd.alltoall_async),
+    "reducescatter": (hvd.reducescatter, hvd.reducescatter_async),
+}
+GROUPED: dict[str, tuple[Callable[..., Any], ...]] = {
+    "allreduce": (
+        hvd.grouped_allreduce,
+        hvd.grouped_allreduce_,
+        hvd.grouped_allreduce_async,
+        hvd.grouped_allreduce_async_,
+        functools.partial(hvd.grouped_allreduce, compression=Own),
+    ),
+    "allgather": (hvd.grouped_allgather, hvd.grouped_allgather_async),
+    "reducescatter": (hvd.grouped_reducescatter, hvd.grouped_reducescatter_async),
+}
+NO_TENSORS: dict[str, tuple[Any, str]] = {
+    "float": (3.0, r"torch\.tensor\(\.\.\.\) of it"),
+    "list": ([1.0, 2.0], r"torch\.tensor\(\.\.\.\) of it"),
+    "ndarray": (np.ones(2, np.float32), r"torch\.from_numpy\(\.\.\.\) of it"),
+    "dict": ({}, "a function for Python objects"),
+}
+
+
+@on_ranks
+def test_what_is_no_tensor_is_refused_by_each_operation() -> None:
+    for kind, operations in SINGLE.items():
+        for operation in operations:
+            for what, (value, remedy) in NO_TENSORS.items():
+                with pytest.raises(
+                    ValueError, match=rf"takes a torch\.Tensor, not a value of type {what}; use {remedy}"
+                ):
+                    operation(value)
+            with pytest.raises(ValueError, match=rf"use hvd\.grouped_{kind} for several tensors"):
+                operation([torch.ones(1), torch.ones(1)])
+    for kind, grouped in GROUPED.items():
+        for operation in grouped:
+            with pytest.raises(ValueError, match=rf"^{kind} takes a torch\.Tensor, not a value of type float"):
+                operation([torch.ones(2), 3.0])
+            for value in (torch.ones(2), 3.0):
+                with pytest.raises(ValueError, match=rf"grouped_{kind} takes a list of tensors, not a value of type"):
+                    operation(value)
+            with pytest.raises(ValueError, match="at least one tensor"):
+                operation([])
+    with pytest.raises(ValueError, match=r"sparse_allreduce_async takes a torch\.Tensor"):
+        hvd.sparse_allreduce_async(3.0, "x", hvd.Sum)  # type: ignore[arg-type]
+    hvd.barrier()
+
+
+@on_ranks
+def test_operations_without_a_name_that_are_of_different_kinds_are_an_error_at_once() -> None:
+    for first, second in (
+        (lambda: hvd.allreduce(torch.ones(3)), lambda: hvd.allgather(torch.ones(3))),
+        (lambda: hvd.broadcast(torch.ones(3), 0), hvd.barrier),
+    ):
+        for _ in range(2):  # also of a signature that all ranks know
+            hvd.allreduce(torch.ones(3))
+            with pytest.raises(
+                HorovodInternalError, match=r"the ranks do not agree about operation \d+ without a name"
+            ) as found:
+                (first if hvd.rank() == 1 else second)()
+            assert "rank 1" in str(found.value) or "other ranks" in str(found.value)
+            hvd.barrier()
+
+
+def _repeated(remembered: int) -> None:
+    for _ in range(3):
+        for step in range(2 * remembered):
+            hvd.allreduce(torch.ones(1), name=f"loss.{step}")
+
+
+@on_ranks
+def test_names_may_be_new_in_each_step() -> None:
+    """There is a bound, which is far lower here; names that are forgotten may come again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusion_rt.client.operation_clocks._REMEMBERED", 64)
+        patch.setattr("fusion_rt.client.operation_clocks._SKEW", 8)
+        _repeated(64)
+        with pytest.raises(FusionError, match=r"'allreduce\.loss\.60' is submitted again after 6\d operations"):
+            hvd.allreduce(torch.ones(1), name="loss.60")
+    hvd.allreduce(torch.ones(1), name="after")
