@@ -215,6 +215,10 @@ class BucketCodec(ABC):
         bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty where they have none (yet).
         keeps_before: the last step may be dropped, also after it was complete.
         go_back: undoes the last step, for which it was kept what was remembered before; None if that was not asked for.
+        loss_scale: by which the gradients of this step are multiplied, since the script's loss is. What a codec
+            remembers and sends is without it, so that it may change from step to step; the result has it again.
+        weight: how much of a contribution the result is, such as one part in the number of ranks, so that lengths can
+            be compared in the unit of the result.
     """
 
     exchange: ClassVar[Literal["chunks", "owners", "factors"]] = "chunks"
@@ -223,6 +227,8 @@ class BucketCodec(ABC):
     bounds: tuple[int, ...] = ()
     keeps_before: bool = False
     go_back: Callable[[], None] | None = None
+    loss_scale: float = 1.0
+    weight: float = 1.0
     _exchanges = _packed_nbytes = _dense_nbytes = 0  # counted by `note_sent`
 
     def __init__(self, layout: Layout, codec: Codec, team: Team = ALONE) -> None:

@@ -74,7 +74,8 @@ class DemoBucket(SelectingBucketCodec):
                 cosines.transform_back(sums[part], wide[part].reshape(_shape(span)), self.codec.chunk, self._team)
         if self.codec.signed:
             np.sign(wide, out=wide)
-        elif scale != 1.0 or divisor != 1:
+            scale, divisor = self.loss_scale, 1
+        if scale != 1.0 or divisor != 1:
             cpu.reduce("sum", F32, [wide], [wide], postscale=scale, divisor=divisor)
         for output in outputs:
             if output is not wide:
@@ -112,8 +113,8 @@ class DemoBucket(SelectingBucketCodec):
 
     # What a selection is made of.
 
-    def _as_float32(self, values: Array) -> Array:
-        return self._coefficients(super()._as_float32(values))
+    def _widened(self, values: Array) -> Array:
+        return self._coefficients(super()._widened(values))
 
     def _ks(self) -> list[int]:
         return [int(self._wanted_of(number).sum()) for number in range(len(self._groups))]

@@ -56,7 +56,7 @@ class FeedbackCodec(Codec):
 
 
 class FeedbackBucketCodec(BucketCodec):
-    """Keeps, in float32, what a node has been given and has not sent.
+    """Keeps, in float32, what a node has been given and has not sent, without its loss scale.
 
     Args:
         velocity: whether it keeps a velocity too, for momentum correction.
@@ -190,8 +190,14 @@ class FeedbackBucketCodec(BucketCodec):
         return memories if self._velocity is None else [*memories, ("velocity", self._velocity)]
 
     def _as_float32(self, values: Array) -> Array:
+        """Returns what is given as it is remembered: float32, without the loss scale."""
+        wide = self._widened(values)
+        return wide if self.loss_scale == 1.0 else wide * np.float32(1 / self.loss_scale)
+
+    def _widened(self, values: Array) -> Array:
+        """Returns what is given as float32, with the loss scale."""
         return cpu.converted(values, self.layout.dtype, F32)
 
     def _as_stored(self, values: Array) -> Array:
-        """The opposite of `_as_float32`."""
+        """The opposite of `_widened`."""
         return cpu.converted(values, F32, self.layout.dtype)

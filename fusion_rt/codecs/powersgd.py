@@ -108,7 +108,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         """See `FactoringBucketCodec`. Returns the factors P of this node, and then its elements that travel whole."""
         self._check_whole(values)
         began = time.perf_counter()
-        memory = Memory(self._residual, self._as_float32(values), decay=self.codec.decay)
+        memory = self._memory(values)
         collect_shares(memory, share(self._ranges, self._team.threads), NOTHING, 0, self._team)
         self._spoiled = memory.spoiled
         for matrix in self._matrices:
@@ -135,7 +135,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         return self._refused(right)
 
     def undo(self, values: Array) -> None:
-        selection.withdraw(Memory(self._residual, self._as_float32(values), decay=self.codec.decay), self._ranges)
+        selection.withdraw(self._memory(values), self._ranges)
         self._next = "start"
 
     def finish(self, total: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:
@@ -182,6 +182,10 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         return 4 * (self.first_elements + self.second_elements)
 
     # The parts of a step.
+
+    def _memory(self, values: Array) -> Memory:
+        """Returns what a gradient is added to."""
+        return Memory(self._residual, self._widened(values), factor=1 / self.loss_scale, decay=self.codec.decay)
 
     def _prepare_start(self, matrix: _Matrix) -> None:
         """Makes the vectors that a step begins with orthonormal; missing ones are drawn, alike on all nodes."""

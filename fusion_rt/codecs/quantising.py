@@ -148,9 +148,8 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         if codec.feedback:
             self.give_back(portion.low, self._values(portion))
         velocity = None if self._velocity is None else self._velocity[part]
-        memory = Memory(
-            self._residual[part], self._as_float32(values), velocity, codec.momentum, codec.nesterov, decay=codec.decay
-        )
+        gradient = self._as_float32(values)
+        memory = Memory(self._residual[part], gradient, velocity, codec.momentum, codec.nesterov, decay=codec.decay)
         selection.withdraw(memory, _from(portion.low, self._all.within(portion.low, portion.high)))
         if not codec.feedback:
             self._residual[part] = 0

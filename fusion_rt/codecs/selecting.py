@@ -57,8 +57,10 @@ class Selecting(FeedbackCodec):
         momentum: of the velocity that is added instead of the gradient; 0 for none, below 1.
         nesterov: the velocity looks ahead.
         masking: the velocity of what is sent starts again at 0 (at densities up to 1 %).
-        clip: the largest L2 norm of what this node adds to a bucket in a step, before the residual; divided by the
-            square root of the number of contributors (`SummingBucketCodec.nodes`). 0 for none.
+        clip: about the largest L2 norm of a bucket's result, on any number of ranks and with any loss scale; 0 for
+            none. What this node adds in a step, as a part of the result (of a mean: the sum of its gradients divided by
+            the number of all ranks), is no longer than that divided by the square root of the number of nodes, since
+            a sum of independent parts is as many times longer than one (Lin et al., section 3.2).
         feedback: what is not sent waits in the residual; without, it is lost.
         decay: of what waits, in each step; above 0 and at most 1.
     """
@@ -155,7 +157,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self._format, self._whole = FORMATS[codec.value], FORMATS[format_of_whole(codec.value)]
         self._packer = Packer(self.sparse, self.dense, codec.value, codec.index, shared)
         self._asked = self._selected = self._always = self._wanted = 0
-        self._factor = 1.0  # of the last gradient
+        self._factor = 1.0  # of the last gradient: what clipping leaves, without the loss scale
         self._masked: tuple[Array, Array] = np.empty(0, np.int32), np.empty(0, np.float32)  # velocities that it cleared
         coding.prepare()
         self._format.prepare()
@@ -179,8 +181,8 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         began = time.perf_counter()
         self._check_whole(values)
         self.take_back()
-        gradient = self._as_float32(values)
-        self._factor = self._clip_factor(gradient)
+        gradient = self._widened(values)
+        self._factor = self._clip_factor(gradient) / self.loss_scale
         memory = self._memory(gradient)
         ks = self._ks()
         parts = self._select_groups(memory, ks)
@@ -207,7 +209,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         if self._velocity is not None:
             indices, velocities = self._masked
             selection.put(indices, velocities, self._velocity)
-        selection.withdraw(self._memory(self._as_float32(values)), self._ranges)
+        selection.withdraw(self._memory(self._widened(values)), self._ranges)
         if not self.codec.feedback:
             self._residual[:] = 0
 
@@ -397,7 +399,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
     def _clip_factor(self, gradient: Array) -> float:
         if not self.codec.clip:
             return 1.0
-        norm = math.sqrt(selection.moments(gradient, self._ranges, self._team)[1])
+        norm = math.sqrt(selection.moments(gradient, self._ranges, self._team)[1]) * self.weight / self.loss_scale
         bound = self.codec.clip / math.sqrt(self.nodes)
         return bound / norm if bound < norm < math.inf else 1.0
 

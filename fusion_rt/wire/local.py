@@ -187,6 +187,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         gives_up: why this worker has no part of this step, which then fails on all ranks; empty: it has one.
         asks_for_part: with the share `PART`: it needs no more than this part of the result, and the rest of its place
             in the arena has no meaning then.
+        loss_scale: by which the script has multiplied its loss, and so this gradient. A codec with memory remembers
+            gradients without it; the result has it again.
     """
 
     handle: Count
@@ -203,6 +205,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     passes: Count = 0
     gives_up: Text = ""
     asks_for_part: bool = False
+    loss_scale: float = 1.0
 
 
 class AwaitsAnswers(msgspec.Struct, tag="awaits", array_like=True):

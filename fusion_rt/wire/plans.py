@@ -84,6 +84,10 @@ class Reduction(msgspec.Struct, frozen=True):
     packages: tuple[Name, ...] = ()
     survives: bool = False
 
+    def weight(self, ranks: int) -> float:
+        """Returns how much of one rank's prescaled contribution the result has, if so many ranks take part."""
+        return self.postscale / ranks if self.op == "average" else self.postscale
+
 
 class Tuning(msgspec.Struct, frozen=True):
     """Overrides of the daemons' settings for the buckets of one plan, whose ranks combine what they post and all get

@@ -78,6 +78,35 @@ def train(model: Any, steps: Iterable[int], rate: float = 0.1, **options: Any) -
     return after
 
 
+SCALES = [65536.0 / 2**k for k in range(7)] + [2.0**k for k in range(11)]
+"""Of a loss: it halves six times, and doubles ten times."""
+
+
+def train_scaled(model: Any, scales: Iterable[float], state: Any = None) -> list[list[torch.Tensor]]:
+    """Returns the parameters after each step, whose loss has that scale: a scaler's, or, with the state of a hook, one
+    that the script says itself."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=10**6)
+    scaler.scale(torch.ones(1))  # it can be given a scale from now on
+    after = []
+    for step, scale in enumerate(scales):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        if state is None:
+            scaler.update(scale)
+            backward(scaler.scale(loss))
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            state.loss_scale = scale
+            backward(loss * scale)
+            for parameter in model.parameters():
+                parameter.grad /= scale
+            optimizer.step()
+        after.append([getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()])
+    return after
+
+
 class ErrorFeedback:
     """Top-k of each tensor with error feedback on two ranks, in one process, by numpy.
 

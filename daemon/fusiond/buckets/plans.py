@@ -22,6 +22,7 @@ from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.buckets import codec_state
 from fusiond.buckets.codec_state import Remembered, State
 from fusiond.buckets.recipes import reducer_of
+from fusiond.buckets.terms import check_terms
 from fusiond.buckets.traced_codecs import release_codec
 from fusiond.buckets.worker_selection import Selected, selected
 from fusiond.collectives.base import Array, Job, Reducer
@@ -371,8 +372,8 @@ class Plans:
         """Returns the plan and the bucket that a worker's `Ready` names, and the contribution that it describes.
 
         Raises:
-            RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale` or `tray` makes no
-                sense.
+            RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale`, `loss_scale` or
+                `tray` makes no sense.
         """
         try:
             state, memory = self._plans[ready.plan], self._memory[ready.plan, rank]
@@ -380,8 +381,9 @@ class Plans:
         except LookupError:
             what = f"bucket {ready.bucket} of plan {ready.plan}"
             raise RequestError(f"rank {rank} is ready in {what}, which is not active") from None
-        if ready.rescale or ready.share != wire.OWN:
-            _check_terms(rank, ready, state, found)
+        if ready.rescale or ready.share != wire.OWN or ready.loss_scale != 1.0:
+            own_only = state.at_homes or found.reducer.op == "adasum"
+            check_terms(rank, ready, len(found.parts), own_only)
         values = memory.values[ready.bucket]
         part = Contribution(
             memory.position,
@@ -398,6 +400,7 @@ class Plans:
             passes=ready.passes,
             gives_up=ready.gives_up,
             asks_for_part=ready.asks_for_part,
+            loss_scale=ready.loss_scale,
         )
         if ready.tray:
             part.selected = _selected(rank, ready, state, found, memory.segment)
@@ -487,18 +490,3 @@ def _selected(rank: int, ready: wire.Ready, state: PlanState, found: BucketState
     if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
         raise RequestError(f"{whose} was selected by its worker, which is not the only one of its node")
     return selected(whose, found.codec, segment, ready.tray, state.plan.nbytes)
-
-
-def _check_terms(rank: int, ready: wire.Ready, state: PlanState, found: BucketState) -> None:
-    """Raises `RequestError` where the terms of a contribution make no sense for its bucket."""
-    factors, parts = ready.rescale, len(found.parts)
-    if factors and not (len(factors) == parts and all(0 < factor < math.inf for factor in factors)):
-        raise RequestError(
-            f"rank {rank} rescales the residual of bucket {ready.bucket} of plan {ready.plan}, which has {parts} "
-            f"tensors, by {list(factors)}"
-        )
-    if ready.share != wire.OWN and (state.at_homes or found.reducer.op == "adasum"):
-        raise RequestError(
-            f"rank {rank} shares a contribution with its node in bucket {ready.bucket} of plan {ready.plan}, which "
-            f"needs each rank's own"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec, Layout
@@ -56,7 +57,8 @@ class LowRank(Exchange):
         all_reduce: MakeExchange,
     ) -> None:
         super().__init__(port)
-        self._reducer, self._codec = reducer, codec
+        self._reducer = replace(reducer, postscale=reducer.postscale * codec.loss_scale)
+        self._codec = codec
         self._sources, self._outputs = sources, outputs
         self._all_reduce = all_reduce
         self._values: Array = outputs[0]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -59,7 +60,8 @@ class Compressed(Exchange):
         chosen: WorkerSelection | None = None,
     ) -> None:
         super().__init__(port)
-        self._reducer, self._codec, self._chosen = reducer, codec, chosen
+        self._reducer = replace(reducer, postscale=reducer.postscale * codec.loss_scale)
+        self._codec, self._chosen = codec, chosen
         codec.node, codec.nodes = port.position, port.nodes
         self._sources, self._outputs = sources, outputs
         self._mine: Portion = None

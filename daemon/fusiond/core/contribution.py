@@ -57,7 +57,7 @@ class Contribution:
         urgency: the less, the sooner the worker needs it.
         selected: the worker's selection from a bucket, instead of the elements in `values`.
         share: whose contributions `values` has; see `wire.Ready`.
-        passes, gives_up, asks_for_part: see `wire.Ready`.
+        passes, gives_up, asks_for_part, loss_scale: see `wire.Ready`.
     """
 
     rank: int
@@ -82,3 +82,4 @@ class Contribution:
     passes: int = 0
     gives_up: str = ""
     asks_for_part: bool = False
+    loss_scale: float = 1.0

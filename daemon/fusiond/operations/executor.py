@@ -31,7 +31,7 @@ from fusiond.core.contribution import Contribution
 from fusiond.core.effects import Effects
 from fusiond.core.result import Result
 from fusiond.core.tracing import recorded_jobs
-from fusiond.operations.node_parts import NodeParts, combined
+from fusiond.operations.node_parts import NodeParts, combined, loss_scale
 from fusiond.operations.operation import Operation
 from fusiond.operations.staging import Scratch, Staging
 from fusiond.operations.thread_work import INLINE_WORK, PLAIN_WORK, Act, ThreadWork
@@ -129,7 +129,7 @@ class Executor:
         """Starts the operation of a planned bucket.
 
         Raises:
-            RequestError: the local members do not agree about who submits what.
+            RequestError: the local members do not agree about who submits what, or in which unit.
         """
         self._reduce(operation, state.exchange_algorithm, bucket.reducer, bucket.codec, bucket.parts)
 
@@ -163,6 +163,7 @@ class Executor:
         elements, settings = codec.layout.elements, self._settings
         local = local_parts(operation) or [nothing(reducer, elements)]
         outputs, operation.shared = outputs_of(local)
+        weight = reducer.postscale / reducer.divisor
         if not operation.parts:  # nothing, scaled, would not be nothing in a product
             reducer = replace(reducer, prescale=1.0)
         elif any([part.share for part in local]):
@@ -171,7 +172,7 @@ class Executor:
         sources = [part.values for part in local]
         if not operation.is_here:
             reducer, sources, outputs = self._staged(operation, reducer, sources, outputs)
-        first = None if codec.lossless else self._prepare_codec(operation, codec)
+        first = None if codec.lossless else self._prepare_codec(operation, codec, weight)
         route = operation.tuning.exchange or settings.dense_route
         port = self._open(operation)
         work = Work(
@@ -201,9 +202,15 @@ class Executor:
                 parts.reads.clear()
         return [found], [found.values] if found.asks_for_part else outputs
 
-    def _prepare_codec(self, operation: Operation, codec: BucketCodec) -> Job | None:
-        """Has a codec that does something recorded. Returns a job that scales its residual, if workers ask for that."""
+    def _prepare_codec(self, operation: Operation, codec: BucketCodec, weight: float) -> Job | None:
+        """Has a codec that does something recorded, and tells it the units of this step. Returns a job that scales its
+        residual, if workers ask for that.
+
+        Raises:
+            RequestError: the local members' gradients are multiplied by different loss scales.
+        """
         record_codec(codec, self._trace, operation.about)
+        codec.loss_scale, codec.weight = loss_scale(operation.parts), weight
         factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
         return partial(codec.scale_residual, factors) if factors else None
 

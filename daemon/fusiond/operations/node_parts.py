@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,3 +86,17 @@ def combined(local: Sequence[Contribution], count: int) -> Contribution:
 
 def _copying(source: Array, target: Array) -> tuple[Callable[[int, int], None], int, int]:
     return lambda low, high: np.copyto(target[low:high], source[low:high]), len(source), source.itemsize
+
+
+def loss_scale(parts: Mapping[int, Contribution]) -> float:
+    """Returns the loss scale of all contributions of a node, by rank. Raises `RequestError` if they have different
+    ones."""
+    scales = {rank: part.loss_scale for rank, part in parts.items()}
+    if len(set(scales.values())) > 1:
+        first = min(scales)
+        other = min(rank for rank in scales if scales[rank] != scales[first])
+        raise RequestError(
+            f"the loss of rank {first} of the process set is scaled by {scales[first]:g}, and that of rank {other} by "
+            f"{scales[other]:g}; give the GradScalers of all ranks, or loss_scale, the same value"
+        )
+    return next(iter(scales.values()), 1.0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fusion_rt import codecs
 from fusion_rt.dist.hooks.sets import check_fixed, process_set_of
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.optimizer import check_codec
@@ -20,6 +21,8 @@ from fusion_rt.torch.sync.handed import (
     options_for,
 )
 from fusion_rt.torch.sync.parameters import Named
+from fusion_rt.torch.sync.scales import loss_scales
+from fusion_rt.torch.sync.scales.conversion import checked_scale
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics
 
 
@@ -46,6 +49,21 @@ class ExchangedGradients:
         if optimizer is not None:
             check_codec(optimizer, self._codec, "average")
         self._loaded: Mapping[str, Any] | None = None  # waits for the first step
+        self._loss_scale: float | None = None
+        if codecs.parse(self._codec).stateful:
+            loss_scales.watch()
+
+    @property
+    def loss_scale(self) -> float | None:
+        """By which the script multiplies its loss itself, the same on all ranks, so that codecs remember gradients
+        without it; None, the default: as a `GradScaler` does. Raises `ValueError` if it is set to what is no scale."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | None) -> None:
+        self._loss_scale = checked_scale(scale)
+        if self.exchange is not None:
+            self.exchange.sync.checkpoint.units.said = self._loss_scale
 
     @property
     def process_set(self) -> ProcessSet:
@@ -61,6 +79,7 @@ class ExchangedGradients:
         tensors = HandedTensors(named, self.process_set, self._optimizer, groups)
         exchange = self.exchange = handed_over(options_for(self._codec, self.process_set), tensors, self)
         slots = {id(slot.parameter): slot for slot in exchange.sync.slots if isinstance(slot, HandedSlot)}
+        exchange.sync.checkpoint.units.said = self._loss_scale
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             exchange.sync.checkpoint.load_codec_state(loaded)

@@ -161,7 +161,7 @@ class DistributedHandler(Saver):
         loads = runtime().rank == loader
         # What all know is kept by the loader of each node, until it is where it belongs.
         common = common if loads else replace(common, homes={})
-        checkpoint.settle(common, replace(own, homes={}, total=None, rates=common.rates), loads)
+        checkpoint.settle(common, replace(own, homes={}, total=None, meant=common.meant), loads)
 
     def why_unfit(self) -> str:
         """Returns why as many ranks as there are cannot use this optimizer; empty if they can. One of a process set
@@ -187,7 +187,7 @@ def _common(mine: Carried) -> Carried:
     """Returns the common start of all nodes; of velocities it has the names only."""
     named = {name: np.zeros(0, np.float32) for name in mine.velocities}
     homes = {} if mine.total is None else mine.homes
-    return Carried(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, rates=mine.rates)
+    return Carried(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, meant=mine.meant)
 
 
 def _summed(checkpoint: Checkpoint, mine: Carried | None) -> Carried:
@@ -203,7 +203,7 @@ def _summed(checkpoint: Checkpoint, mine: Carried | None) -> Carried:
     shared: Carried = broadcast_object(_common(replace(kept, total=None)), first)
     homes = carried.united(allgather_object(kept.homes))
     return replace(
-        kept, common=shared.common, buckets=shared.buckets, rates=shared.rates, homes=homes, total=(total[0], total[1])
+        kept, common=shared.common, buckets=shared.buckets, meant=shared.meant, homes=homes, total=(total[0], total[1])
     )
 
 

@@ -40,6 +40,7 @@ class Carriage:
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         terms: returns the terms that are sent with a bucket.
         at_once: all ranks take the results of a step together, in the plan's order, before they send anything else.
+        loss_scale: returns that of the gradients of this step.
     """
 
     posted: Posted
@@ -47,6 +48,7 @@ class Carriage:
     compressor: Any
     terms: Callable[[Sequence[Slot]], wire.Ready]
     at_once: bool
+    loss_scale: Callable[[], float]
 
     def is_direct(self, slot: Slot) -> bool:
         """Tells whether a slot's `p.grad` may be its place in the arena."""
@@ -73,7 +75,8 @@ class Bucket:
         nbytes: its size.
         node: the reduction that combines it with those of other ranks of the node, in some steps.
         selection: the selector from it, if this worker selects.
-        owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
+        owed: places in the bucket, and what is to be added there (both 1-D), times the loss scale, to what is sent
+            next.
         direct: results stay where they are, since that is where `p.grad` is.
         copying: what is sent is on its way to the arena, and then to be posted.
     """
@@ -246,7 +249,7 @@ class Bucket:
         """Adds what is owed to the values in the arena, and submits them."""
         while self.owed:
             place, value = self.owed.pop()
-            place.add_(value)
+            place.add_(value, alpha=self.carriage.loss_scale())
         self.announce()
 
     def announce(self) -> None:
@@ -350,7 +353,7 @@ class Bucket:
         assert self.flat is not None
         for place, value in self.owed:
             start = (place.data_ptr() - self.flat.data_ptr()) // place.element_size()
-            values[start : start + place.numel()].add_(value.to(values.device))
+            values[start : start + place.numel()].add_(value.to(values.device), alpha=self.carriage.loss_scale())
 
     def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         plan = self._identity[1]

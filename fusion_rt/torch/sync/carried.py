@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
+from fusion_rt.torch.sync.scales.conversion import Meant
 
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
@@ -40,7 +41,7 @@ class Carried:
         common: `BUCKET:KEY`, as the daemon saves it.
         buckets: of codecs' tensors, whose state has to be given back bucket by bucket.
         homes: of each tensor, by entry: `value` and `aux/NAME` (1-D), `optimizer/NAME`.
-        rates: the learning rates for which residuals are meant, by tensor.
+        meant: what residuals and velocities are meant for.
         total: the sums of all nodes' residuals and velocities, if they were handed over before some nodes left; then
             those of single nodes do not count.
     """
@@ -50,18 +51,18 @@ class Carried:
     common: Arrays = field(default_factory=dict)
     buckets: dict[str, int] = field(default_factory=dict)
     homes: dict[str, Arrays] = field(default_factory=dict)
-    rates: dict[str, float] = field(default_factory=dict)
+    meant: Meant = field(default_factory=Meant)
     total: tuple[Arrays, Arrays] | None = None
 
 
-def collect(state: Mapping[str, Array], plan: wire.Plan | None, rates: Mapping[str, float]) -> Carried:
+def collect(state: Mapping[str, Array], plan: wire.Plan | None, meant: Meant | None = None) -> Carried:
     """Takes apart what a node's daemon has saved of a plan.
 
     Args:
         plan: the active one; None if there was none yet.
-        rates: see `Carried`.
+        meant: see `Carried`.
     """
-    found = Carried(rates=dict(rates))
+    found = Carried(meant=meant or Meant())
     homes: dict[int, Arrays] = {}
     for key, value in state.items():
         owner, _, rest = key.partition(":")
@@ -94,6 +95,11 @@ def _remember(found: Carried, name: str, value: Array) -> str:
 def add(first: Mapping[str, Array], second: Mapping[str, Array]) -> Arrays:
     """Returns the sums, tensor by tensor."""
     return {**first, **{name: first[name] + value if name in first else value for name, value in second.items()}}
+
+
+def scaled(arrays: Mapping[str, Array], factor: float) -> Arrays:
+    """Returns the arrays multiplied by a factor."""
+    return dict(arrays) if factor == 1.0 else {name: value * np.float32(factor) for name, value in arrays.items()}
 
 
 def united(homes: Iterable[Mapping[str, Arrays]]) -> dict[str, Arrays]:

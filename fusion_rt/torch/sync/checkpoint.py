@@ -1,23 +1,22 @@
 """The worker's access to the state that daemons keep for one optimizer: to save it, to load it, and to carry it from
 one membership epoch to the next.
 
-This state is what codecs have not sent, and what homes have of shards. From here daemons learn that learning rates have
-changed, so that residuals are rescaled (as in BytePS: what a residual holds will be applied with the new rate). What
-this worker itself owes to the others because its node's daemon cannot have it (`carried`) goes along with its next
-gradients.
+This state is what codecs have not sent, and what homes have of shards; `units` knows in which units. What this worker
+itself owes to the others because its node's daemon cannot have it (`carried`) goes along with its next gradients.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from fusion_rt import codecs, wire
+from fusion_rt.codecs.error_feedback import NODE_TENSORS
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
@@ -27,6 +26,8 @@ from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.carried import Carried
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Trained
+from fusion_rt.torch.sync.scales import loss_scales
+from fusion_rt.torch.sync.scales.conversion import Meant, Units, meant_in
 from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, memory_order
 
@@ -59,7 +60,8 @@ class Checkpoint:
 
     Attributes:
         remembers: daemons keep something.
-        rescales: daemons are told of changes of learning rates, since codecs remember what is applied later.
+        units: in which that is.
+        converts: daemons are told of units, since codecs remember what is applied later.
         outlives: shards outlive the loss of a rank or a node, as of their last update; the same on all ranks.
     """
 
@@ -73,12 +75,9 @@ class Checkpoint:
         self._is_global = options.process_set.process_set_id == GLOBAL_SET
         self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
         self._arriving: tuple[Carried, Carried, bool] | None = None  # from another epoch or plan, until there is a plan
-        self._seen: Sequence[float] | None = None  # the learning rate of each group
-        self._rates: dict[str, float] = {}  # the last one above zero, by parameter
-        self._factors: dict[str, float] = {}  # of residuals, not told yet
+        self.units = Units(trained, options.reduction, options.process_set)
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
-        self.rescales = codecs.parse(self._codec).stateful
-        self.remembers = self._homes or self.rescales
+        self._begin_to_convert()
         self._planned: wire.Plan | None = None  # whose homes have what was carried, or begin with a seed
         why = why_only_at_commits(options) if mirrors_updates and self._at_shards else ""
         self.outlives = mirrors_updates and self._at_shards and not why
@@ -89,38 +88,17 @@ class Checkpoint:
         """Switches to a codec; daemons keep what another one remembered."""
         if codec == self._codec:
             return
-        before, self._codec = self.rescales, codec
-        self.rescales = codecs.parse(codec).stateful
-        self.remembers = self._homes or self.rescales
-        if self.rescales:
-            self._resume(self._rates if before else {})
-            self.begin()
+        before, self._codec = self.converts, codec
+        self._begin_to_convert()
+        if self.converts:
+            self.units.resume(self.units.meant if before else Meant())
+            self.units.begin()
 
-    # --- learning rates -----------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Begins a step: notes the factors by which residuals are to be multiplied."""
-        if (seen := self._trained.group_rates()) == self._seen:
-            return
-        self._seen = seen
-        for name, rate in self._trained.rates().items():
-            if not 0 < rate < math.inf:
-                continue
-            factor = self._factors.get(name, 1.0) * self._rates.get(name, rate) / rate
-            self._rates[name] = rate
-            if 0 < factor < math.inf:
-                self._factors[name] = factor
-
-    def rescale(self, slots: Sequence[Slot]) -> tuple[float, ...]:
-        """Returns the factors of these slots' residuals, once; empty when no rate has changed."""
-        if not self._factors:
-            return ()
-        factors = tuple(self._factors.pop(slot.name, 1.0) for slot in slots)
-        return factors if any(factor != 1.0 for factor in factors) else ()
-
-    def _resume(self, rates: Mapping[str, float]) -> None:
-        """Sets the rates for which residuals were meant; the next step compares."""
-        self._seen, self._rates, self._factors = None, dict(rates), {}
+    def _begin_to_convert(self) -> None:
+        self.converts = codecs.parse(self._codec).stateful
+        self.remembers = self._homes or self.converts
+        if self.converts:
+            loss_scales.watch()
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
@@ -138,7 +116,7 @@ class Checkpoint:
         barrier(process_set=where.ranks)  # nobody posts to these homes any more
         mine = self.carry() or Carried()
         homes = carried.united(allgather_object(mine.homes, process_set=where.ranks))
-        kept = Carried(homes=homes, rates=dict(self._rates))
+        kept = Carried(homes=homes, meant=self.units.meant)
         self._arriving = kept, replace(mine, homes={}), where.is_first_of_node
 
     def begin_homes(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
@@ -159,7 +137,7 @@ class Checkpoint:
         first = where.here.client.process_sets[where.process_set].ranks[0]
         mine = {slot.name: _entries(slot, state.get(slot.parameter, {})) for slot in self._source.slots}
         homes = broadcast_object(mine, first, f"{where.group}.state", where.ranks)
-        self._arriving = Carried(homes=homes, rates=dict(self._rates)), Carried(), where.is_first_of_node
+        self._arriving = Carried(homes=homes, meant=self.units.meant), Carried(), where.is_first_of_node
 
     def planned(self, where: Where, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
         """Gives homes and senders of a new plan of these slots what was carried, before anything comes to them, and
@@ -169,7 +147,7 @@ class Checkpoint:
             return
         common, mine, loads = self._arriving
         here, state = where.here, dict[str, Any]()
-        self._resume(common.rates)
+        self.units.resume(common.meant)
         sizes = self.sizes()
         owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
         values = {name: _flat(slot) for name, slot in slots.items()} if loads else {}
@@ -202,7 +180,7 @@ class Checkpoint:
         return {
             "codec": self._codec,
             "node": where.here.client.welcome.node,
-            "rates": dict(self._rates),
+            **asdict(self.units.meant),
             "state": {key: torch.from_numpy(value) for key, value in state.items()},
         }
 
@@ -227,13 +205,14 @@ class Checkpoint:
         here, selections = where.here, self._source.selections
         selections.lay_down(where)
         try:
-            node, rates = int(saved["node"]), {str(name): float(rate) for name, rate in saved["rates"].items()}
+            node, meant = int(saved["node"]), meant_in(saved)
             state = {str(key): value.detach().cpu().contiguous().numpy() for key, value in saved["state"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"the entry {KEY!r} of the checkpoint is no state of a distributed optimizer: {error!r}"
             ) from None
         self._check(state)
+        state = self._converted(state, meant)
         own = here.client.welcome.node
         if node != own and here.local_rank == 0 and own == (0 if node else 1):
             warnings.warn(
@@ -245,7 +224,16 @@ class Checkpoint:
         if not selections.led:
             with here.allocating:
                 here.client.load_state(where.process_set, where.group, state, common=node != own)
-        self._resume(rates)
+        self.units.resume(meant)
+
+    def _converted(self, state: Mapping[str, Any], meant: Meant) -> dict[str, Any]:
+        """Returns a saved state with what an all-reduce's codecs remember in today's unit."""
+        factor = 1.0 if self._homes else self.units.conversion(meant)
+        kinds = tuple(f"{kind}/" for kind in NODE_TENSORS)
+        return {
+            key: value * np.float32(factor) if factor != 1.0 and key.partition(":")[2].startswith(kinds) else value
+            for key, value in state.items()
+        }
 
     def _check(self, state: Mapping[str, Any]) -> None:
         sizes = self.sizes()
@@ -322,10 +310,10 @@ class Checkpoint:
             return None
         waiting = self._still_carried()
         if waiting is None and where.is_first_of_node:
-            waiting = carried.collect(self._source.selections.saved(where), where.plan, self._rates)
+            waiting = carried.collect(self._source.selections.saved(where), where.plan, self.units.meant)
         if waiting is None and not self._owed:
             return None
-        waiting = waiting or Carried(rates=dict(self._rates))
+        waiting = waiting or Carried(meant=self.units.meant)
         return replace(waiting, residuals=carried.add(waiting.residuals, self._owed))
 
     def recall(self, epoch: int, clock: int) -> tuple[Carried, dict[str, carried.Arrays]]:
@@ -352,7 +340,7 @@ class Checkpoint:
         kept = {key: value for key, value in state.items() if not key.startswith("mirror:")}
         mirrored = {key.replace("mirror:", "home:", 1): value for key, value in state.items() if key not in kept}
         plan = self._planned
-        return carried.collect(kept, plan, {}), carried.collect(mirrored, plan, {}).homes
+        return carried.collect(kept, plan), carried.collect(mirrored, plan).homes
 
     def resume(self, homes: Mapping[str, carried.Arrays], mine: Carried) -> list[str]:
         """Goes on from what shards had, in a new membership epoch. To be called on all ranks.
@@ -370,14 +358,14 @@ class Checkpoint:
             return missing
         loads = where.is_first_of_node
         owed = replace(mine, homes={}, residuals=carried.add(mine.residuals, self._owed))
-        self.settle(Carried(homes=dict(homes) if loads else {}, rates=dict(self._rates)), owed, loads)
+        self.settle(Carried(homes=dict(homes) if loads else {}, meant=self.units.meant), owed, loads)
         return []
 
     def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
         """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.
 
         Args:
-            common: the state that is the same on all of them: `common`, `buckets`, `homes` and `rates` count.
+            common: the state that is the same on all of them: `common`, `buckets`, `homes` and `meant` count.
             mine: residuals and velocities that are this worker's to send.
             loads: this worker of its node gives the daemon what is to be loaded; alone on its node if it is.
 
@@ -390,15 +378,17 @@ class Checkpoint:
         where = self._source.where()
         if where is None:
             return
-        self._resume(common.rates)
+        factor = self.units.conversion(common.meant)
+        residuals, velocities = carried.scaled(mine.residuals, factor), carried.scaled(mine.velocities, factor)
+        self.units.resume(common.meant)
         sizes = self.sizes()
         if loads and len(where.nodes()) > 1 and common.buckets:
             self._source.selections.lay_down(where)
-            state = carried.codec_state(common, mine.residuals, mine.velocities, sizes)
+            state = carried.codec_state(common, residuals, velocities, sizes)
             with where.here.allocating:
                 where.here.client.load_state(where.process_set, where.group, state)
             return
-        self._owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+        self._owed = {name: value for name, value in residuals.items() if sizes.get(name) == value.size}
         if loads:
             _forget(where)
 
@@ -413,7 +403,7 @@ class Checkpoint:
         if self._arriving is None:
             return None
         common, mine, loads = self._arriving
-        return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
+        return replace(mine, homes=common.homes, meant=common.meant) if loads else mine
 
 
 def why_only_at_commits(options: Options) -> str:

@@ -32,6 +32,7 @@ class BucketSelection(device.Copying):
         tray: into which it is copied.
         offset: of the tray in the plan's segment, in bytes.
         nodes: among which gradients are exchanged.
+        weight: how much of a contribution the result is; see `codecs.BucketCodec`.
         where: the device, as torch calls it.
 
     Attributes:
@@ -46,12 +47,13 @@ class BucketSelection(device.Copying):
         tray: Tray,
         offset: int,
         nodes: int,
+        weight: float,
         where: torch.device,
     ) -> None:
         super().__init__()
         self.offset = offset
         self._side, self._codec, self._layout, self._tray = side, codec, layout, tray
-        self._bound = codec.clip / math.sqrt(nodes)
+        self._bound = codec.clip / math.sqrt(nodes) / weight
         self._groups: tuple[Group, ...] = codec.rules.groups(layout)
         self._step = 0
         self._under_way = False
@@ -69,14 +71,17 @@ class BucketSelection(device.Copying):
             codec.nesterov,
         )  # fmt: skip
 
-    def start(self, gradient: torch.Tensor, factors: Sequence[float]) -> None:
+    def start(self, gradient: torch.Tensor, factors: Sequence[float], loss_scale: float = 1.0) -> None:
         """Queues a step.
 
         Args:
             gradient: of the whole bucket, on the device, float32, zeros between tensors; may be scaled. It stays
                 as it is from then on until `correct`.
             factors: by what the residual of each tensor is multiplied first, if any.
+            loss_scale: by which the gradient is multiplied, and what is remembered and selected is not.
         """
+        if loss_scale != 1.0:
+            gradient.mul_(1 / loss_scale)
         if self._bound:
             norm = torch.linalg.vector_norm(gradient)
             too_long = (self._bound < norm) & (norm < math.inf)

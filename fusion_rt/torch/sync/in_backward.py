@@ -416,8 +416,9 @@ class InBackward(When):
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         checkpoint = self.sync.checkpoint
-        if checkpoint.rescales:
-            self._said.rescale = checkpoint.rescale(slots)
+        if checkpoint.converts:
+            self._said.rescale = checkpoint.units.factors(slots)
+            self._said.loss_scale = self.loss_scale
         self._said.passes = self.reduced + 1
         return self._said
 

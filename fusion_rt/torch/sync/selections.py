@@ -78,7 +78,7 @@ class BucketSelector:
         """Queues a step with these values (1-D), which have been scaled."""
         self._now = replace(terms, tray=self._memory.offset)
         with torch.no_grad():
-            self._memory.start(values, self._now.rescale)
+            self._memory.start(values, self._now.rescale, self._now.loss_scale)
         return self._memory
 
     def terms(self) -> wire.Ready | None:
@@ -129,7 +129,7 @@ class Selections:
         self._allowed = allowed and compressor is None
         self._chosen: dict[int, _Chosen] = {}
         self._plan: wire.Plan | None = None
-        self._nodes = 1
+        self._nodes, self._weight = 1, 1.0
         self.buckets: dict[int, BucketSelection] = {}
         self.here = self.led = False
 
@@ -148,7 +148,7 @@ class Selections:
         self._plan = plan
         nodes, nbytes = place.nodes(), plan.nbytes
         codec, reduction = codecs.parse(plan.reduction.codec), plan.reduction
-        self._nodes = len(nodes)
+        self._nodes, self._weight = len(nodes), reduction.weight(sum(map(len, nodes.values())))
         if (
             not (self._allowed and codec.selects_in_workers)
             or not algorithms.parse(reduction.algorithm).sums_gradients
@@ -187,7 +187,7 @@ class Selections:
         codec = cast(Selecting, codecs.parse(self._plan.reduction.codec))
         tray = Tray(chosen.shape, np.frombuffer(segment.view, np.uint8)[chosen.offset :])
         memory = self.buckets[bucket.index] = BucketSelection(
-            chosen.side, codec, chosen.layout, tray, chosen.offset, self._nodes, slots[0].parameter.device
+            chosen.side, codec, chosen.layout, tray, chosen.offset, self._nodes, self._weight, slots[0].parameter.device
         )
         return BucketSelector(self, memory, [tensor.start for tensor in bucket.tensors], self._plan.reduction.prescale)
 

@@ -120,8 +120,9 @@ class Synchroniser:
         if self._digests is not None and not self.when.delays:
             self.after_step = self.compare
         self._carriage = Carriage(
-            options.posted, options.applied, options.compressor, self.when.terms, not self.when.delays
-        )
+            options.posted, options.applied, options.compressor, self.when.terms, not self.when.delays,
+            lambda: self.when.loss_scale,
+        )  # fmt: skip
         _all.add(self)
         self.watch()
 
@@ -140,8 +141,8 @@ class Synchroniser:
             self._watch_anew(here)
         elif self.replanning is not None and self.replanning.due(here):
             self.give_up_plan(here)
-        if self.checkpoint.rescales:
-            self.checkpoint.begin()
+        if self.checkpoint.converts:
+            self.checkpoint.units.begin()
         if plan.node is not None and plan.made:
             plan.node.begin()
         if self.selections.buckets:

@@ -236,7 +236,12 @@ class When:
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         """Returns the terms that are sent with a bucket of these slots."""
         checkpoint = self.sync.checkpoint
-        return terms(checkpoint.rescale(slots) if checkpoint.rescales else ())
+        return terms(checkpoint.units.factors(slots) if checkpoint.converts else (), loss_scale=self.loss_scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the gradients of this step: none where they leave when the script has unscaled them."""
+        return self.sync.checkpoint.units.loss_scale if self.eager else 1.0
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
         """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of

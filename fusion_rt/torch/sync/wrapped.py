@@ -18,6 +18,7 @@ from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.sync.checkpoint import KEY
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Trained, TrainedShards, are_shards
+from fusion_rt.torch.sync.scales.conversion import checked_scale
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser
 from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Kind
@@ -35,6 +36,9 @@ class Wrapped(torch.optim.Optimizer):
         op, gradient_predivide_factor, sparse_as_dense, process_set: as they were given.
         backward_passes_per_step: backward passes whose gradients are accumulated before they are reduced.
         samples: how many samples this rank's next gradients come from, for algorithms that weigh them.
+        loss_scale: by which the script multiplies its loss itself, the same on all ranks, so that codecs remember
+            gradients without it; None, the default: as a `GradScaler` does. Gradients that leave at `step()` count as
+            unscaled by then.
     """
 
     op: Any = None
@@ -130,6 +134,14 @@ class Wrapped(torch.optim.Optimizer):
         if count < 1:
             raise ValueError(f"gradients come from at least one sample, not {count}")
         self._sync.when.samples = count
+
+    @property
+    def loss_scale(self) -> float | None:
+        return self._sync.checkpoint.units.said
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | None) -> None:
+        self._sync.checkpoint.units.said = checked_scale(scale)
 
     def statistics(self) -> OptimizerStatistics:
         """Returns the cost of this optimizer's communication so far."""
@@ -269,6 +281,7 @@ def rewrap(wrapped: Any, options: Options, when: Callable[[Synchroniser], When])
     before.release()
     _synchronise(wrapped, Synchroniser(options, before.trained, when))
     wrapped._sync.when.samples = before.when.samples
+    wrapped.loss_scale = before.checkpoint.units.said
     wrapped._sync.when.set_passes(before.when.passes)
 
 

@@ -18,7 +18,19 @@ import fusion_rt.torch as hvd
 from fusion_rt.codecs import CODECS
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.dist import DDPGradients, compress, ddp_hook
-from tests.dist.script import START, TOPK, ErrorFeedback, backward, bits, loss_of, make_model, process_group, train
+from tests.dist.script import (
+    SCALES,
+    START,
+    TOPK,
+    ErrorFeedback,
+    backward,
+    bits,
+    loss_of,
+    make_model,
+    process_group,
+    train,
+    train_scaled,
+)
 from tests.harness import Job, on_ranks
 
 TEXTS = [
@@ -146,6 +158,23 @@ def test_a_restored_training_goes_on_bit_by_bit(text: str) -> None:
             state.load_state_dict(checkpoint["hook"])
             assert train(model, range(5, 10)) == expected
         assert len(set(hvd.allgather_object(expected[-1]))) == 1
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@on_ranks
+def test_a_loss_scale_that_changes_changes_no_bit(text: str) -> None:
+    """Scales are powers of two. Without memory, a codec for halves rounds what is small otherwise."""
+    with process_group():
+        plain, scaled, said = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01) for _ in range(3))
+        compress(plain, text), compress(scaled, text)
+        state = compress(said, text)
+        expected = train_scaled(plain, [1.0] * len(SCALES))
+        for found in (train_scaled(scaled, SCALES), train_scaled(said, SCALES, state)):
+            for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+                if text == "fp16":
+                    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+                else:
+                    assert all(map(torch.equal, ours, theirs)), step
 
 
 @pytest.mark.parametrize("text", ["fp16", TOPK])

@@ -21,7 +21,17 @@ from fusion_rt.dist import ReplicatedShards, compress, fully_shard_in_arena, loc
 from fusion_rt.dist.hooks.fsdp import AllGatherInArena
 from fusion_rt.torch.core import basics
 from tests.dist import script
-from tests.dist.script import START, TOPK, ErrorFeedback, backward, loss_of, make_model, process_group
+from tests.dist.script import (
+    SCALES,
+    START,
+    TOPK,
+    ErrorFeedback,
+    backward,
+    loss_of,
+    make_model,
+    process_group,
+    train_scaled,
+)
 from tests.harness import Job, on_ranks
 
 
@@ -175,6 +185,20 @@ def sent(left: dict[tuple[int, int, str], Any], key: tuple[int, int, str], given
     chosen[largest] = total[largest]
     left[key] = total - chosen
     return chosen
+
+
+@pytest.mark.parametrize("text", [TOPK, "int4(minimum=100)", "powersgd(minimum=100)", "demo(minimum=100)"])
+@on_ranks
+def test_a_loss_scale_that_changes_changes_no_bit(text: str) -> None:
+    """Scales are powers of two."""
+    with process_group():
+        mesh = mesh_of_all()
+        plain, scaled, said = (sharded(mesh["shard"]) for _ in range(3))
+        kept = [ReplicatedShards(model, text, mesh["replicate"]) for model in (plain, scaled, said)]
+        expected = train_scaled(plain, [1.0] * len(SCALES))
+        for found in (train_scaled(scaled, SCALES), train_scaled(said, SCALES, kept[2])):
+            for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+                assert all(map(torch.equal, ours, theirs)), step
 
 
 @on_ranks

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fusion_rt import wire
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.carried import Arrays, Carried
+from fusion_rt.torch.sync.scales.conversion import Meant
 from fusiond.control.planning import make_plan
 
 SIZES = {"a": 5, "b": 40, "c": 7, "d": 120}
@@ -58,7 +59,7 @@ plans = st.builds(plan_of, st.sampled_from([0, 64, 256, 4096]), st.integers(1, 4
 
 @given(plans, plans)
 def test_homes_are_the_same_tensor_by_tensor_in_any_other_plan(old: wire.Plan, new: wire.Plan) -> None:
-    nodes = [carried.collect(saved_by(old, node), old, {}) for node in sorted(set(old.homes))]
+    nodes = [carried.collect(saved_by(old, node), old) for node in sorted(set(old.homes))]
     homes = carried.united(node.homes for node in nodes)
     assert set(homes) == set(SIZES)
     state = loaded_by(new, homes, 3)
@@ -75,7 +76,7 @@ def test_homes_are_the_same_tensor_by_tensor_in_any_other_plan(old: wire.Plan, n
             assert state[f"{prefix}:optimizer/{index}/step"] == 3.0
     counts = {key: value for key, value in state.items() if key.endswith("count")}
     assert all(value.shape == (1,) for value in counts.values())
-    again = carried.collect(state, new, {})
+    again = carried.collect(state, new)
     for name, piece in homes.items():
         for entry in ("value", "aux/square", "optimizer/momentum_buffer"):
             np.testing.assert_array_equal(again.homes[name][entry], piece[entry])
@@ -84,7 +85,7 @@ def test_homes_are_the_same_tensor_by_tensor_in_any_other_plan(old: wire.Plan, n
 def test_of_tensors_without_a_home_only_the_value_is_known() -> None:
     old, new = plan_of(0, 4), plan_of(4096, 0)
     homes = {name: piece for name, piece in carried.united(
-        carried.collect(saved_by(old, node), old, {}).homes for node in range(4)).items() if name in "ac"}  # fmt: skip
+        carried.collect(saved_by(old, node), old).homes for node in range(4)).items() if name in "ac"}  # fmt: skip
     state = loaded_by(new, homes, 1)
     (bucket,) = new.buckets
     places = {tensor.name: slice(tensor.start, tensor.start + tensor.numel) for tensor in bucket.tensors}
@@ -121,12 +122,12 @@ def test_residuals_of_a_node_and_of_its_workers_are_told_by_tensor() -> None:
         "sender:0:3:codec/step": np.array(4),
         "home:0:1:value": residual(6),  # a replica
     }
-    found = carried.collect(state, None, {"a": 0.1})
+    found = carried.collect(state, None, Meant({"a": 0.1}, {"a": 0.2}, 0.5))
     assert {name: value.tolist() for name, value in found.residuals.items()} == {"a": [1, 2], "b": [3, 8]}
     assert found.velocities["a"].tolist() == [3, 4]
     assert set(found.common) == {"1:step", "1:layout"}  # the nodes' ranges are others now
     assert found.buckets == {"a": 1}
-    assert found.rates == {"a": 0.1}
+    assert found.meant == Meant({"a": 0.1}, {"a": 0.2}, 0.5)
     assert not found.homes
 
 

@@ -118,6 +118,6 @@ class AtHomes(AtStep):
         self.sync.trained.optimizer().state.clear()
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
-        if self._said.kind == "post" and self.sync.checkpoint.rescales:
-            self._said.rescale = self.sync.checkpoint.rescale(slots)
+        if self._said.kind == "post" and self.sync.checkpoint.converts:
+            self._said.rescale = self.sync.checkpoint.units.factors(slots)
         return self._said

@@ -1,0 +1,211 @@
+"""What codecs remember is in the script's unit, whatever becomes of its loss scale and its learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_rt.torch as hvd
+from fusion_rt.codecs import CODECS
+from fusion_rt.core.errors import HorovodInternalError
+from tests.harness import Job, on_ranks
+
+SHAPE = 40, 100
+HALVES, DOUBLES = [65536.0 / 2**k for k in range(7)], [2.0**k for k in range(11)]
+TEXTS = [
+    *(f"{name}(minimum=0)" for name, codec in sorted(CODECS.items()) if codec.stateful),
+    "topk(minimum=0, momentum=0.9)",
+    "topk(minimum=0, momentum=0.9, nesterov=True)",
+    "topk(minimum=0, clip=0.5, decay=0.9)",
+    "int4(minimum=0, momentum=0.9, decay=0.9)",
+    "powersgd(minimum=0, rank=2, warm_start=False)",
+    "demo(minimum=0, signed=True)",
+]
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """Three ranks on two nodes."""
+    with Job((2, 1), {"HOROVOD_START_TIMEOUT": "120"}) as running:
+        yield running
+
+
+def slopes(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(SHAPE, generator=generator)
+
+
+def make(text: str, lr: float = 0.125, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    parameter = torch.nn.Parameter(torch.zeros(SHAPE))
+    optimizer = torch.optim.SGD([parameter], lr=lr)
+    return parameter, hvd.DistributedOptimizer(optimizer, [("weight", parameter)], compression=text, **options)
+
+
+def train(
+    parameter: torch.Tensor, optimizer: Any, scales: Sequence[float], scaler: Any = None, first: int = 0
+) -> list[torch.Tensor]:
+    """The parameter after each step, whose loss has that scale."""
+    after = []
+    for step, scale in enumerate(scales, first):
+        loss = (parameter * slopes(step, hvd.rank())).sum()
+        optimizer.zero_grad()
+        if scaler is None:
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            parameter.grad /= scale
+            optimizer.step()
+        else:
+            scaler.update(scale)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        after.append(parameter.detach().clone())
+    return after
+
+
+def scaler() -> Any:
+    made = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=10**6)
+    made.scale(torch.ones(1))  # it can be given a scale from now on
+    return made
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@on_ranks
+def test_a_loss_scale_that_changes_changes_no_bit(text: str) -> None:
+    """Scales are powers of two."""
+    for scales in (HALVES, DOUBLES):
+        plain = train(*make(text), [1.0] * len(scales))
+        scaled = train(*make(text), scales, scaler())
+        for step, (expected, found) in enumerate(zip(plain, scaled, strict=True)):
+            assert torch.equal(expected, found), step
+        assert len(set(hvd.allgather_object(scaled[-1].numpy().tobytes()))) == 1
+
+
+@on_ranks
+def test_a_scale_that_the_script_says_itself_changes_no_bit() -> None:
+    text = "topk(minimum=0, momentum=0.9)"
+    plain = train(*make(text), [1.0] * len(HALVES))
+    parameter, optimizer = make(text)
+    after = []
+    for step, scale in enumerate(HALVES):
+        optimizer.loss_scale = scale
+        after += train(parameter, optimizer, [scale], first=step)
+    assert all(map(torch.equal, plain, after))
+    with pytest.raises(ValueError, match="a loss scale is a finite number above 0, by which the loss is multiplied"):
+        optimizer.loss_scale = 0.0
+    assert optimizer.loss_scale == HALVES[-1]
+
+
+@on_ranks
+def test_each_backward_pass_has_the_scale_of_its_own_loss() -> None:
+    """Two optimizers, of which one has a scaler, and one that is scaled by another; both losses are scaled before the
+    first backward pass. The third is not scaled at all."""
+    text = "topk(minimum=0)"
+    plain = train(*make(text), [1.0] * 4)
+    made = [make(text) for _ in range(3)]
+    scalers = [scaler(), scaler(), None]
+    for step, expected in enumerate(plain):
+        losses = []
+        for number, ((parameter, optimizer), its) in enumerate(zip(made, scalers, strict=True)):
+            optimizer.zero_grad()
+            loss = (parameter * slopes(step, hvd.rank())).sum()
+            if its is not None:
+                its.update(2.0 ** (3 + number + step))
+                loss = its.scale([loss])[0]
+            losses.append(loss)
+        for loss in losses:
+            loss.backward()  # type: ignore[no-untyped-call]
+        for (parameter, optimizer), its in zip(made, scalers, strict=True):
+            if its is None:
+                optimizer.step()
+            else:
+                its.step(optimizer)
+                its.update()
+            assert torch.equal(parameter, expected)
+
+
+@on_ranks
+def test_ranks_of_a_node_whose_losses_are_scaled_differently_are_told_so() -> None:
+    parameter, optimizer = make("topk(minimum=0)")
+    train(parameter, optimizer, [1.0])
+    optimizer.loss_scale = 8.0 if hvd.rank() == 1 else 4.0
+    with pytest.raises(
+        HorovodInternalError,
+        match="the loss of rank 0 of the process set is scaled by 4, and that of rank 1 by 8; give the GradScalers",
+    ):
+        (parameter * slopes(1, hvd.rank())).sum().backward()  # type: ignore[no-untyped-call]
+
+
+SUMS = [f"{name}(minimum=0)" for name, codec in sorted(CODECS.items()) if codec.stateful and name != "demo"]
+FALLS = [0.5, 0.5, 0.05, 0.05, 0.005, 0.005, 0.05, 0.5]
+
+
+@pytest.mark.parametrize("text", [*SUMS, "demo(minimum=0, decay=1.0)"])
+@on_ranks
+def test_nothing_is_lost_while_the_rate_falls_a_hundredfold_and_the_scale_sixty_fourfold(text: str) -> None:
+    """What was applied, and what waits times the rate at which it will be, is what plain SGD would have applied."""
+    (parameter, optimizer), its = make(text), scaler()
+    due = torch.zeros(SHAPE)
+    for step, rate in enumerate(FALLS):
+        optimizer.param_groups[0]["lr"] = rate
+        applied = train(parameter, optimizer, [HALVES[min(step, 6)]], its, first=step)[0]
+        due -= rate * sum(slopes(step, rank) for rank in range(hvd.size())) / hvd.size()
+        residuals = hvd.allgather_object(residual_of(optimizer))
+        waiting = (residuals[0] + residuals[2]) / hvd.size()  # of the first rank of each node
+        torch.testing.assert_close(applied - rate * waiting, due, rtol=1e-4, atol=2e-5)
+
+
+def residual_of(optimizer: Any) -> torch.Tensor:
+    """This node's."""
+    state = optimizer.state_dict()["fusion_rt"]["state"]
+    found = torch.zeros(SHAPE).view(-1)
+    for key, value in state.items():
+        if ":residual/" in key:
+            found += value
+    return found.view(SHAPE)
+
+
+@on_ranks
+def test_below_a_hundredth_of_the_highest_rate_a_residual_grows_no_more() -> None:
+    parameter, optimizer = make(f"topk(density={1 / 4000}, minimum=0, value='fp32')")
+    norms = []
+    for step, rate in enumerate((0.5, 0.005, 1e-4, 1e-12, 0.5)):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        (parameter * slopes(step, hvd.rank()) * (step == 0)).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        norms.append(float(torch.linalg.vector_norm(residual_of(optimizer))))
+    growth = [norm / norms[0] for norm in norms]
+    assert growth == pytest.approx([1, 100, 100, 100, 1], rel=0.02)
+
+
+@on_ranks
+def test_what_was_remembered_for_other_ranks_is_loaded_in_the_unit_of_these() -> None:
+    """A checkpoint of six ranks that is loaded by three: each of their gradients counted half as much."""
+    parameter, optimizer = make("topk(minimum=0, momentum=0.9)")
+    train(parameter, optimizer, [1.0] * 2)
+    saved = optimizer.state_dict()
+    assert saved["fusion_rt"]["weight"] == pytest.approx(1 / 3)
+    saved["fusion_rt"]["weight"] = 1 / 6
+    _, restored = make("topk(minimum=0, momentum=0.9)")
+    restored.load_state_dict(saved)
+    found = restored.state_dict()["fusion_rt"]["state"]
+    for key, value in saved["fusion_rt"]["state"].items():
+        halved = any(f":{kind}/" in key for kind in ("residual", "velocity"))
+        assert torch.equal(found[key], value / 2 if halved else value), key
+
+
+@on_ranks
+def test_clipping_in_the_codec_does_not_depend_on_the_loss_scale_or_on_the_ranks_of_a_node() -> None:
+    """All ranks have the same gradient of norm 60, and the codec may send 3: of the two thirds of the mean that the
+    first node has it sends 3 / sqrt(2), and so much the other node of its third."""
+    slope = torch.full(SHAPE, 60 / 4000**0.5)
+    for scale in (1.0, 1024.0):
+        parameter, optimizer = make("topk(density=1.0, minimum=0, value='fp32', clip=3.0)", lr=1.0)
+        optimizer.loss_scale = scale
+        ((parameter * slope).sum() * scale).backward()  # type: ignore[no-untyped-call]
+        norm = float(torch.linalg.vector_norm(parameter.grad)) / scale
+        assert norm == pytest.approx(2 * 3 / 2**0.5, rel=1e-4)
+        optimizer.step()
