@@ -174,6 +174,7 @@ def test_delay_compensation_is_from_what_each_rank_has(ranks: int, codec: str, s
     workers.follow(order, lambda rank, step, x: x - gradient(rank, 0), lambda rank, step: 1)
     for node in workers.job.nodes:
         for hosted in node.engine.homes._server:
+            assert hosted.home.clock == order.count(order[-1]), "what a rank is told is no contribution"
             for rank in set(order):
                 for place, of in workers.places(rank, hosted.bucket):
                     del place
