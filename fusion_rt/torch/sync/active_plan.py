@@ -21,7 +21,7 @@ from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Trained, exchanged_dtype
 from fusion_rt.torch.sync.selections import Selections
-from fusion_rt.torch.sync.slots import Slot, SparseGradient, memory_order
+from fusion_rt.torch.sync.slots import Slot, SparseGradient
 
 
 class ActivePlan:
@@ -215,7 +215,7 @@ class ActivePlan:
         options = self._options
         sparse = value.sparse_dim() if value is not None and value.is_sparse and not options.sparse_as_dense else 0
         if options.compressor is None:
-            tensor = slot.parameter.permute(memory_order(slot.parameter))
+            tensor = slot.parameter.permute(slot.order)
         else:
             dense = value.to_dense() if value is not None and value.is_sparse else value
             tensor = slot.compress(options.compressor, dense)

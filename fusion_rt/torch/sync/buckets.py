@@ -305,7 +305,7 @@ class Bucket:
     def _select(self, selection: BucketSelector) -> None:
         assert self.flat is not None
         self._share = wire.OWN
-        self._stage(selection.places(self.flat, [slot.parameter for slot in self.slots]))
+        self._stage(selection.places(self.flat, self.slots))
         self.copying = selection.start(self._add_owed, self.carriage.terms(self.slots))
         self.owed.clear()
 

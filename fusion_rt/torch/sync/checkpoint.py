@@ -29,7 +29,7 @@ from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.scales import loss_scales
 from fusion_rt.torch.sync.scales.conversion import Meant, Units, meant_in
 from fusion_rt.torch.sync.selections import Selections
-from fusion_rt.torch.sync.slots import Slot, memory_order
+from fusion_rt.torch.sync.slots import Slot
 
 KEY = "fusion_rt"
 """Key in a distributed optimizer's `state_dict`; torch's own optimizers ignore it."""
@@ -422,30 +422,18 @@ def _forget(where: Where) -> None:
 
 
 def _entries(slot: Slot, state: Mapping[str, Any]) -> carried.Arrays:
-    """Returns the state of a parameter in the script's optimizer as its home has it: with the parameter's value, and
-    in the memory order of a bucket. Raises `ValueError` if it cannot be brought into that."""
+    """Returns the state of a parameter in the script's optimizer as its home has it, with the parameter's value."""
     if not state:
         return {}
-    order = memory_order(slot.parameter)
     found = {"value": _flat(slot)}
     for key, given in state.items():
-        value = torch.as_tensor(given).detach().cpu() if given is not None else None
-        if value is None:
-            continue
-        if value.shape == slot.parameter.shape:
-            value = value.permute(order)
-        elif value.numel() != 1 and order != sorted(order):
-            raise ValueError(
-                f"the optimizer's state {key!r} of {slot.name!r} cannot be given to shards, which have this parameter "
-                "in another order of its dimensions; make the parameter contiguous before"
-            )
-        found[f"optimizer/{key}"] = value.contiguous().numpy()
+        if given is not None:
+            found[f"optimizer/{key}"] = torch.as_tensor(given).detach().cpu().contiguous().numpy()
     return found
 
 
 def _flat(slot: Slot) -> carried.Array:
-    """Returns what a slot's home begins with, as it lies in a bucket (1-D): where its parameter was at the last
-    exchange, if that counts, or the parameter."""
-    value = slot.first_value()
-    flat = value.permute(memory_order(value)).contiguous().view(-1).cpu()
+    """Returns what a slot's home begins with (1-D): where its parameter was at the last exchange, if that counts, or
+    the parameter."""
+    flat = slot.first_value().contiguous().view(-1).cpu()
     return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()

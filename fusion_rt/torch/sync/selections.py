@@ -50,19 +50,19 @@ class BucketSelector:
         """True if this worker selects in this step."""
         return self._selections.here
 
-    def places(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def places(self, flat: torch.Tensor, slots: Sequence[Slot]) -> list[torch.Tensor]:
         """Returns the tensors into which gradients are put, on their device.
 
         Args:
             flat: the bucket's place in the arena (1-D).
-            parameters: of the bucket.
+            slots: of the bucket.
         """
         if self._gradient is None:
-            like = parameters[0].detach().float()  # halves are selected from as float32, as daemons do
+            like = slots[0].parameter.detach().float()  # halves are selected from as float32, as daemons do
             self._gradient = device.layer.empty([len(flat)], like).zero_()
             self._places = [
-                shaped(self._gradient[start : start + parameter.numel()], parameter)
-                for parameter, start in zip(parameters, self._starts, strict=True)
+                shaped(self._gradient[start : start + slot.parameter.numel()], slot.parameter, slot.order)
+                for slot, start in zip(slots, self._starts, strict=True)
             ]
         return self._places
 

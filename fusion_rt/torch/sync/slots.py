@@ -8,7 +8,7 @@ of one, a parameter or its change) is copied there before and from there afterwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,10 +28,12 @@ class GradientHooks(Protocol):
     Attributes:
         hears: autograd tells it; else somebody else hands gradients over.
         hears_before: autograd tells it also before it adds to a gradient.
+        own_gradients: `p.grad` stays this rank's own, and is not what is exchanged in place.
     """
 
     hears: bool
     hears_before: bool
+    own_gradients: bool
 
     def arriving(self, slot: Slot, gradients: Any) -> None:
         """Called when autograd is about to add to `p.grad`."""
@@ -61,8 +63,8 @@ class Slot:
         kept: what of `p.grad` has been reduced already, while autograd adds to it; the next result is added to that.
         seen: number of the last backward pass that has completed its gradient.
         bucket: its bucket, or None while there is no plan.
-        view: its place in the bucket, in the parameter's shape and memory order; in the compressed gradient's shape, if
-            the script compresses it. Scripts have it as `p.grad`, where the slot is direct.
+        view: its place in the bucket, in the parameter's shape, and in this `order`; in the compressed gradient's
+            shape, if the script compresses it. Scripts have it as `p.grad`, where the slot is direct.
         address: of that place.
         sparse: how many sparse dimensions its gradient has; 0: it is dense, as far as is known.
         compressed, context: the compressor's output before there was a place for it, and its context for the end.
@@ -244,10 +246,19 @@ class Slot:
         else:
             gradient.add_(kept)
 
+    @property
+    def order(self) -> list[int]:
+        """The parameter's dimensions as they are in a bucket, from the outermost to the innermost: as in memory, where
+        a result may be `p.grad` itself; else as the script sees them, since a shard's optimizer goes by them."""
+        return list(range(self.parameter.dim())) if self.owner.own_gradients else memory_order(self.parameter)
+
     def place(self, bucket: Any, flat: torch.Tensor, direct: bool) -> None:
         """Gives the slot its elements of a bucket."""
         self.bucket, self.direct = bucket, direct
-        self._place = shaped(flat, self.parameter) if self.compressed is None else flat.view(self.compressed.shape)
+        if self.compressed is None:
+            self._place = shaped(flat, self.parameter, self.order)
+        else:
+            self._place = flat.view(self.compressed.shape)
         self.address = self._place.data_ptr()
         self.view = self._place[...]
 
@@ -350,9 +361,8 @@ def memory_order(parameter: torch.Tensor) -> list[int]:
     return order if parameter.permute(order).is_contiguous() else list(range(parameter.dim()))
 
 
-def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Elements of a bucket (1-D) in the parameter's shape and memory order; the same memory."""
-    order = memory_order(parameter)
+def shaped(flat: torch.Tensor, parameter: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Elements of a bucket (1-D), which has dimensions in this order, in the parameter's shape; the same memory."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.view([parameter.shape[dim] for dim in order]).permute(inverse)
 

@@ -204,6 +204,48 @@ def test_bsp_is_training_in_one_process_with_groups_and_a_schedule(name: str) ->
     assert_same(model, reference, rtol=1e-9, atol=1e-11)
 
 
+SHAPED = {
+    "Adafactor": {"lr": 0.05, "weight_decay": 0.01},
+    "Muon": {"lr": 0.05},
+    "AdamW": {"lr": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPED if hasattr(torch.optim, name)])
+@on_ranks
+def test_shards_take_steps_of_parameters_as_the_script_sees_them(name: str) -> None:
+    """Of a convolution in channels_last, of which Adafactor has a row and a column of each of the last dimensions, and
+    of a transposed matrix. Another optimizer begins with the state of the first's steps."""
+    made = torch.Generator().manual_seed(1)
+    conv = torch.randn(8, 4, 3, 5, generator=made).to(memory_format=torch.channels_last)
+    matrices = [torch.randn(12, 7, generator=made).t(), torch.randn(5, 9, generator=made)]
+    start = matrices if name == "Muon" else [conv, *matrices]
+
+    def gradients(rank: int, step: int) -> list[torch.Tensor]:
+        drawn = torch.Generator().manual_seed(100 * rank + step)
+        return [torch.randn(value.shape, generator=drawn) for value in start]
+
+    mine, alone = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
+    assert [parameter.is_contiguous() for parameter in mine] == [value.is_contiguous() for value in start]
+    plain, reference = (getattr(torch.optim, name)(parameters, **SHAPED[name]) for parameters in (mine, alone))
+    for parameters, optimizer in ((mine, plain), (alone, reference)):  # one step before it is wrapped
+        for parameter, value in zip(parameters, gradients(0, 99), strict=True):
+            parameter.grad = value
+        optimizer.step()
+    optimizer = hvd.DistributedOptimizer(plain, [(str(i), p) for i, p in enumerate(mine)], algorithm="bsp")
+    for step in range(6):
+        for parameter, value in zip(mine, gradients(hvd.rank(), step), strict=True):
+            parameter.grad = value
+        optimizer.step()
+        of_all = zip(*(gradients(rank, step) for rank in range(RANKS)), strict=True)
+        for parameter, values in zip(alone, of_all, strict=True):
+            parameter.grad = torch.stack(values).mean(0)
+        reference.step()
+        for found, expected in zip(mine, alone, strict=True):
+            torch.testing.assert_close(found.detach(), expected.detach(), rtol=0, atol=1e-5)
+            assert found.stride() == expected.stride()
+
+
 @on_ranks
 def test_local_sgd_with_one_step_is_allreduce() -> None:
     found = []
