@@ -13,10 +13,11 @@ import torch
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import Runtime, after_join, before_join, runtime
 from fusion_rt.torch.core.tensors import dtype_name
-from fusion_rt.torch.ops.broadcast import barrier
-from fusion_rt.torch.ops.objects import broadcast_object
+from fusion_rt.torch.ops.broadcast import barrier, broadcast_async_
+from fusion_rt.torch.ops.handles import synchronize
+from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce, grouped_allreduce_
-from fusion_rt.torch.ops.signatures import Average, Sum
+from fusion_rt.torch.ops.signatures import Average, Sum, id_of
 from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
 
 _POLL = 1e-3  # seconds
@@ -68,6 +69,7 @@ def agree_after_join(last: int) -> None:
     others and alone has taken part in every exchange. All then exchange in the same steps again."""
     here = runtime()
     for sync in everyone():
+        _note_missed(sync, here)
         sync.count_anew()
         sync.when.joined()
     local = [sync for sync in everyone() if sync.when.local]
@@ -80,13 +82,27 @@ def agree_after_join(last: int) -> None:
             mine[name].when.rejoin(state)
 
 
+def _note_missed(sync: Synchroniser, here: Runtime) -> None:
+    """Has an optimizer whose ranks are alike after each exchange note which of them have missed some."""
+    algorithm, whose = sync.options.algorithm, sync.options.process_set
+    if not (sync.when.hears and algorithm.synchronous and not algorithm.at_homes and takes_part(whose)):
+        return
+    sync.when.finish()
+    ranks = here.client.process_sets[id_of(here, whose, "allgather")].ranks
+    counts = dict(zip(ranks, allgather_object(sync.exchanges, process_set=whose), strict=True))
+    sync.when.note_missed(counts, here.rank)
+
+
 before_join.append(stand_in)
 after_join.append(agree_after_join)
 
 
 def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
     """Makes all ranks' parameters equal, to the bit: the shards' or elastic home's copy where there is one, the mean of
-    all ranks' otherwise. Call it on all ranks, at the same place. Synchronous optimizers do not change.
+    all ranks' otherwise. Call it on all ranks, at the same place.
+
+    After a `join`, ranks that have missed exchanges of a synchronous algorithm do not count. Where gradients are
+    all-reduced, all ranks then get the parameters of one that has missed none; else these do not change.
 
     Args:
         optimizers: distributed optimizers; by default all that there are, in the order of their making.
@@ -102,9 +118,10 @@ def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
 
 
 def _chosen(optimizers: Sequence[Any]) -> list[Synchroniser]:
-    """Returns the synchronisers of these optimizers; without any, of all that have parameters elsewhere."""
+    """Returns the synchronisers of these optimizers; without any, of all whose ranks have, or may have, different
+    parameters."""
     chosen = [optimizer._sync for optimizer in optimizers]
-    return chosen or [sync for sync in everyone() if sync.when.own_gradients]
+    return chosen or [sync for sync in everyone() if sync.when.own_gradients or sync.when.leader is not None]
 
 
 def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> None:
@@ -112,6 +129,7 @@ def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> Non
     if runtime().size == 1:
         return
     for sync in chosen:
+        sync.when.finish()
         sync.when.drain()
     barrier()  # whatever anybody has posted is where it belongs
     for sync in chosen:
@@ -119,9 +137,22 @@ def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> Non
     barrier()
     for sync in chosen:
         if sync.when.local and not sync.options.algorithm.at_shards:
-            _average((slot.parameter.detach() for slot in sync.slots), sync.options.process_set)
+            parameters = (slot.parameter.detach() for slot in sync.slots)
+            _average(parameters, sync.options.process_set, counts=not sync.when.behind)
+        elif not sync.when.local and sync.when.leader is not None:
+            _copy_from(sync.when.leader, sync)
     if model is not None:
         average_buffers(model)
+
+
+def _copy_from(root: int, sync: Synchroniser) -> None:
+    """Replaces the parameters of an optimizer by those of a rank."""
+    handles = [
+        broadcast_async_(slot.parameter.detach(), root, f"{sync.name}.consensus.{slot.name}", sync.options.process_set)
+        for slot in sync.slots
+    ]
+    for handle in handles:
+        synchronize(handle)
 
 
 def average_buffers(model: torch.nn.Module) -> None:
@@ -136,6 +167,7 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
     its own again. Use it on all ranks."""
     chosen = _chosen(optimizers)
     for sync in chosen:
+        sync.when.finish()
         if sync.when.local:
             sync.when.drain()
     tensors = [slot.parameter.detach() for sync in chosen for slot in sync.slots]
@@ -154,12 +186,20 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
 def consensus_distance(*optimizers: Any) -> float:
     """Returns the mean over ranks of |x_i - mean x|^2, over all parameters. Call it on all ranks.
 
+    Args:
+        optimizers: distributed optimizers; by default all that there are.
+
     Raises:
         HorovodInternalError: it failed, on all ranks.
     """
-    own = [slot.parameter.detach() for sync in _chosen(optimizers) for slot in sync.slots]
-    means = grouped_allreduce(own, op=Average) if own else []
-    squared = sum((float(((a - b).double() ** 2).sum()) for a, b in zip(own, means, strict=True)), 0.0)
+    chosen = [optimizer._sync for optimizer in optimizers] or [sync for sync in everyone() if sync.when.hears]
+    squared = 0.0
+    for sync in chosen:
+        sync.when.finish()
+        if takes_part(sync.options.process_set):
+            own = [slot.parameter.detach() for slot in sync.slots]
+            means = grouped_allreduce(own, op=Average, process_set=sync.options.process_set) if own else []
+            squared += sum(float(((a - b).double() ** 2).sum()) for a, b in zip(own, means, strict=True))
     return float(allreduce(torch.tensor(squared, dtype=torch.float64), op=Average))
 
 
@@ -173,17 +213,26 @@ def staleness() -> dict[str, Any]:
 
 
 def _average(
-    tensors: Iterable[torch.Tensor], ranks: ProcessSet = global_process_set, name: str = "average of parameters"
+    tensors: Iterable[torch.Tensor],
+    ranks: ProcessSet = global_process_set,
+    name: str = "average of parameters",
+    counts: bool = True,
 ) -> None:
-    """Replaces tensors by their means over the ranks that have them, but those that have joined. `name`: of what is
-    done, in warnings and traces."""
+    """Replaces tensors by their means over the ranks that have them, but those that have joined.
+
+    Args:
+        name: of what is done, in warnings and traces.
+        counts: this rank's are a part of the means.
+    """
     if not takes_part(ranks):
         return
     found = list(tensors)
+    if not counts:
+        torch._foreach_zero_(found)
     for dtype in dict.fromkeys(tensor.dtype for tensor in found):
         alike = [tensor for tensor in found if tensor.dtype == dtype]
         grouped_allreduce_(alike, name=f"{name}, {dtype_name(dtype)}", op=Average, process_set=ranks)
-    taking_part = allreduce(torch.ones(1), name=f"{name}: ranks", op=Sum, process_set=ranks)
+    taking_part = allreduce(torch.full([1], float(counts)), name=f"{name}: ranks", op=Sum, process_set=ranks)
     share = (ranks.size() or 1) / float(taking_part)
     if share != 1.0:
         torch._foreach_mul_(found, share)

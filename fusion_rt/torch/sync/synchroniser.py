@@ -301,7 +301,7 @@ class Synchroniser:
 
     def compare(self, ahead: int = 0) -> None:
         """Compares what all ranks have alike now, if that is due. `ahead`: exchanges that have not been applied."""
-        exchange = self._steps - self._steps_before - ahead
+        exchange = self.exchanges - ahead
         if self._digests is not None and exchange >= self._digests.due and self.plan.made and self._slots:
             self._digests.note(exchange, self.name, self.when.alike)
 
@@ -419,6 +419,11 @@ class Synchroniser:
         if anew:
             self.steps.trace = here.trace
             self.count_anew()
+
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges of all ranks this rank has taken part in since they were counted anew."""
+        return self._steps - self._steps_before
 
     def count_anew(self) -> None:
         """Counts exchanges from here on, where all ranks are: at the beginning of a membership, or after a join."""

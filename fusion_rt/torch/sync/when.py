@@ -68,6 +68,8 @@ class When:
         may_be_late: updates can be applied one step late.
         keeps_context: a script's compressor's context of a gradient is needed after the step.
         local: ranks have parameters of their own.
+        behind: this rank has joined before exchanges of others, which nothing has made up for.
+        leader: a rank that is not, where some are; the same on all ranks.
         delays: updates are applied later than `step()`, which `finish` puts an end to.
         survives: an exchange that a loss leaves unfinished can be left out, so that the ranks that are left go on.
         outcome: what became of the last exchange that ended well; see `Outcome`.
@@ -87,8 +89,9 @@ class When:
     ended: Callable[[], None] | None = None
 
     hears = True
-    hears_before = eager = own_gradients = may_be_late = keeps_context = local = delays = survives = False
+    hears_before = eager = own_gradients = may_be_late = keeps_context = local = behind = delays = survives = False
     outcome = Outcome.TAKEN
+    leader: int | None = None
 
     def __init__(self, sync: Any, passes: int) -> None:
         self.sync = sync
@@ -159,6 +162,7 @@ class When:
 
     def settled(self) -> None:
         """Called when parameters have become those that all ranks have agreed upon."""
+        self.behind, self.leader = False, None
 
     def note_weights(self) -> None:
         """Called when parameters were set back to earlier values."""
@@ -210,6 +214,19 @@ class When:
 
     def joined(self) -> None:
         """Called when all ranks have joined, and go on together."""
+
+    def note_missed(self, counts: Mapping[int, int], mine: int) -> None:
+        """Notes, when all ranks have joined, who has missed exchanges of all ranks.
+
+        Args:
+            counts: how many exchanges each rank has taken part in since all ranks had the same number.
+            mine: this rank.
+        """
+        most = max(counts.values())
+        if min(counts.values()) < most:
+            self.behind = self.behind or counts[mine] < most
+            if self.leader is None or counts[self.leader] < most:
+                self.leader = min(rank for rank, count in counts.items() if count == most)
 
     def homes_are_loaded(self) -> None:
         """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""

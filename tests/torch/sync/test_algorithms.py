@@ -247,6 +247,27 @@ def test_shards_take_steps_of_parameters_as_the_script_sees_them(name: str) -> N
 
 
 @on_ranks
+def test_to_a_shard_a_parameter_without_a_gradient_has_one_of_zeros() -> None:
+    """One is used by no rank, and one by rank 1 only; as with an all-reduce."""
+    reference = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    alone = torch.optim.AdamW(reference, lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        reference[0].grad, reference[1].grad = torch.zeros(3), torch.full([3], 1 / RANKS)
+        alone.step()
+    for text in ("bsp", "allreduce"):
+        mine = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        plain = torch.optim.AdamW(mine, lr=0.1, weight_decay=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, [(str(i), p) for i, p in enumerate(mine)], algorithm=text)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if hvd.rank() == 1:
+                mine[1].sum().backward()
+            optimizer.step()
+        for found, expected in zip(mine, reference, strict=True):
+            torch.testing.assert_close(found.detach(), expected.detach())
+
+
+@on_ranks
 def test_local_sgd_with_one_step_is_allreduce() -> None:
     found = []
     for text in ("local_sgd(steps=1)", "allreduce"):
@@ -652,6 +673,45 @@ def test_averaged_is_for_a_while_and_consensus_for_good(text: str) -> None:
     hvd.consensus(model=model)
     assert bytes_of(model) == inside
     assert len(set(hvd.allgather_object(bytes_of(model)))) == 1
+
+
+JOINED = {
+    "allreduce": {},
+    "allreduce ": {"overlap": "forward"},
+    "allreduce  ": {"compression": "int8(minimum=100)"},
+    "local_sgd(steps=3)": {},
+    "diloco(steps=3)": {},
+    "diloco(steps=4, fragments=2, delay=1)": {},
+}
+TAKEN = (5, 8, 10, 10)  # steps of each rank; the last two miss no exchange
+
+
+@pytest.mark.parametrize("text", JOINED)
+@on_ranks
+def test_after_a_join_consensus_is_of_those_who_have_missed_nothing(text: str) -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=text.strip(), **JOINED[text])
+    fit(model, optimizer, range(TAKEN[hvd.rank()]), (hvd.rank(),))
+    hvd.join()
+    optimizer.drain()
+    getattr(optimizer, "synchronize_parameters", lambda: None)()
+    everyones = everybodys(torch.nn.utils.parameters_to_vector(model.parameters()))
+    mean = everyones.double().mean(0)
+    apart = float(((everyones.double() - mean) ** 2).sum(1).mean())
+    assert apart > 1e-6
+    assert hvd.consensus_distance(optimizer) == pytest.approx(apart, rel=1e-3)
+    expected = everyones[2:].mean(0)
+    with hvd.averaged(optimizer):
+        assert torch.equal(everybodys(torch.nn.utils.parameters_to_vector(model.parameters())), expected.expand(4, -1))
+    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), everyones[hvd.rank()])
+    gc.collect()  # of earlier tests' optimizers, for the next line is about all that there are
+    hvd.consensus(model=model)
+    assert torch.equal(everybodys(torch.nn.utils.parameters_to_vector(model.parameters())), expected.expand(4, -1))
+    assert hvd.consensus_distance() == 0
+    fit(model, optimizer, range(10, 22), (hvd.rank(),))  # from there on ranks are alike again
+    hvd.consensus(optimizer)
+    assert_equal_on_all_ranks(model)
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------

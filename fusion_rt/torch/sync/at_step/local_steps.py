@@ -56,6 +56,7 @@ class LocalSteps(AtStep):
         self._taken += 1
         self._seen += 0 if overflowed else self.samples
         due = algorithm.due(self._taken)
+        self.behind = self.behind and not due  # as soon as it takes part again
         self._own.steps, self._own.shared = self._taken, self._own.shared or bool(due)
         self._agreed = bool(due) and algorithm.agrees
         if due and not algorithm.overlaps:
@@ -112,7 +113,8 @@ class LocalSteps(AtStep):
         return terms(samples=min(max(weight, 1), _MAX_WEIGHT))
 
     def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
-        self._sent |= {slot.name: (self._taken, self._seen) for bucket in buckets for slot in bucket.slots}
+        if self._algorithm.at_shards:  # which weigh contributions
+            self._sent |= {slot.name: (self._taken, self._seen) for bucket in buckets for slot in bucket.slots}
         contributors = None
         if self._leaves_out_joined:
             name, whose = f"{self.sync.name}.contributors", self.sync.options.process_set
