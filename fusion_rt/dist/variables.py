@@ -10,6 +10,7 @@ Lightning would take scripts that call `hvd.init()` for scripts of torchrun.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import socket
@@ -137,7 +138,25 @@ def _serve() -> tuple[str, int]:
 
 
 def _store_at(address: str, port: int) -> TCPStore:
-    if port:
-        with socket.create_server(("", port)):  # says whether it is free; torch logs a warning, and raises RuntimeError
-            pass
-    return TCPStore(address, port, is_master=True, wait_for_workers=False)
+    """Serves a store on this address alone: torch's own would listen on all interfaces, and it asks for no key."""
+    bound = _bound(address, port)
+    try:
+        number = bound.getsockname()[1]
+        store = TCPStore(address, number, is_master=True, wait_for_workers=False, master_listen_fd=bound.fileno())
+    except BaseException:
+        bound.close()
+        raise
+    bound.detach()  # it is the store's
+    return store
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens on an address; on all, if this host has it only for others (behind a translation of
+    addresses)."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(place[:2], family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", port))

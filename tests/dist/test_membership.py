@@ -19,7 +19,7 @@ from benchmarks.netlab import Netlab, preflight
 from fusion_rt.core.errors import FusionError
 from fusion_rt.dist.membership import Opening
 from tests import forks
-from tests.launchers.conftest import TIMEOUT_S, logs, mpirun, run, torchrun
+from tests.launchers.conftest import TIMEOUT_S, fusionrun, logs, mpirun, run, torchrun
 
 SCRIPT = Path(__file__).parent / "launched.py"
 UNAVAILABLE = preflight()
@@ -95,6 +95,14 @@ def test_a_worker_that_fails_is_named_to_those_started_by_hand(runtime_dir: Path
 
 @pytest.mark.root
 @pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
+def test_no_stranger_on_a_network_reaches_the_store_of_a_job_on_one_host(runtime_dir: Path, tmp_path: Path) -> None:
+    """The store asks for no key: torch's own listens on all interfaces."""
+    done = run(*fusionrun(), "-np", "2", sys.executable, SCRIPT, "listens", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = results(done.stdout)
+    assert (first["listens"], second["listens"]) == (["127.0.0.1"], [])
+
+
 def test_workers_on_two_hosts_need_a_secret(runtime_dir: Path, tmp_path: Path) -> None:
     """They meet in the store that rank 0's torch serves."""
     secret = tmp_path / "secret"
