@@ -24,7 +24,12 @@ from fusion_rt.core.errors import JobError, SettingError
 from fusion_rt.host.bootstrap import decode_line, encode_line
 
 LAUNCHER = "fusion_rt.runner.command.function_launcher"
-WORKER = "fusion_rt.runner.agent.function_call"
+# Not `-m`, which puts the current directory first on the path, in which others may have left modules (/tmp, say); and
+# PYTHONSAFEPATH does nothing before Python 3.11. What the function needs from there, the caller's path has.
+_WORKER = (
+    "import sys; sys.path[:] = [path for path in sys.path if path]; "
+    "from fusion_rt.runner.agent.function_call import main; main()"
+)
 # Word for word Horovod's, for programs that look for it.
 _FAILED = (
     "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated."
@@ -140,13 +145,18 @@ def run(
     words += [flag for flag, on in switches if on]
     if cooldown_range:
         words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
-    words += [executable or sys.executable, "-m", WORKER]
+    words += worker_command(executable or sys.executable)
     answer, results = _launch(words, pickled(func, args, kwargs or {}))
     if answer.refused:
         raise SettingError(answer.refused)
     if answer.failed:
         raise JobError(f"{_FAILED}\n{answer.failed}" if answer.is_workers else answer.failed)
     return [pickle.loads(result) for result in results]
+
+
+def worker_command(executable: str) -> list[str]:
+    """Returns the command of a worker that calls a pickled function, with this Python."""
+    return [executable, "-c", _WORKER]
 
 
 def pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

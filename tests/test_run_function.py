@@ -136,7 +136,7 @@ def test_every_argument_becomes_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_pa
         use_gloo=True, mpi_args="--tag-output", network_interfaces=["lo", "eth0"], executable="python3",
     )  # fmt: skip
     plan = make_request_plan(Request(tuple(seen), os.fsencode(os.getcwd()), 1), b"x")
-    assert plan.command == (b"python3", b"-m", b"fusion_rt.runner.agent.function_call")
+    assert plan.command[:2] == (b"python3", b"-c")
     assert plan.places.size == 2
     assert plan.settings.start_timeout == 8
     assert (plan.ssh_port, plan.ssh_identity_file) == (9, str(key))
@@ -159,6 +159,20 @@ def test_a_script_calls_functions_of_its_own(script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 1]"
+
+
+@pytest.mark.multiprocess
+def test_modules_in_the_current_directory_are_not_run_by_workers(script: Path, tmp_path: Path) -> None:
+    """It may be /tmp, where any user of the host can leave some."""
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    for module in ("fusion_rt", "cloudpickle", "pickle", "mmap", "beside"):
+        (planted / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    done = subprocess.run(
+        [sys.executable, str(script), "-1"], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=planted
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.multiprocess

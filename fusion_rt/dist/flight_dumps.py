@@ -28,6 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.dist.flight_record import BUFFER_SIZE, FlightRecorder
+from fusion_rt.host.private_files import open_private
 
 _PLACES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -90,7 +91,8 @@ class FlightDumps:
         part = whole.with_name(f".{whole.name}.part")
         with self._lock:
             whole.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(pickle.dumps(self.recorder.dump(), protocol=2))  # torch's
+            with open(open_private(str(part)), "wb") as file:  # torch's place is in /tmp, where others can plant links
+                pickle.dump(self.recorder.dump(), file, protocol=2)  # torch's
             part.replace(whole)
         return whole
 

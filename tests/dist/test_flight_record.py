@@ -249,3 +249,20 @@ def test_nothing_is_recorded_unless_a_variable_asks_for_it(monkeypatch: pytest.M
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "many")
     with pytest.raises(FusionError, match=r"TORCH_FR_BUFFER_SIZE.* has to be a number of operations, not 'many'"):
         FlightDumps(dist.HashStore(), "job", 0, 1)
+
+
+def test_a_record_is_not_written_through_a_link_that_somebody_planted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch's default place is in /tmp, and the name can be guessed."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "10")
+    dumps = FlightDumps(dist.HashStore(), "job", 0, 1)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".dump.part").symlink_to(victim)
+    with pytest.raises(OSError, match="it is a symbolic link, and is not followed"):
+        dumps.write(tmp_path / "dump")
+    assert victim.read_text() == "precious"
+    (tmp_path / ".dump.part").unlink()
+    assert dumps.write(tmp_path / "dump").stat().st_size
+    assert victim.read_text() == "precious"

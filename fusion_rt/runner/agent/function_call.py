@@ -97,7 +97,3 @@ def main() -> None:
         raise TypeError(f"the function's result, a {type(result).__name__}, cannot be sent back: {error}") from error
     with open(result_fd, "wb") as file:
         file.write(data)
-
-
-if __name__ == "__main__":
-    main()

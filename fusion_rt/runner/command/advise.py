@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fusion_rt.choice.advice import advise, conditions_of, tell
 from fusion_rt.core.errors import SettingError
-from fusion_rt.run_function import WORKER, pickled
+from fusion_rt.run_function import pickled, worker_command
 from fusion_rt.runner.agent.measured_links import MeasuredLinks, measured_links
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.launcher import Launch
@@ -68,7 +68,7 @@ async def run(plan: LaunchPlan, wanted: str, words: Sequence[str], gone: float =
     """
     model, step = parse(wanted)
     check(plan)
-    command = tuple(os.fsencode(word) for word in (sys.executable, "-m", WORKER))
+    command = tuple(os.fsencode(word) for word in worker_command(sys.executable))
     job = Launch(replace(plan, command=command, function=pickled(measured_links, (), {})), gone)
     status = await job.run()
     if status == 0:
