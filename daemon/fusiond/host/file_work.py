@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 
@@ -42,7 +43,12 @@ class FileWork:
 
         thread = threading.Thread(target=work, name="files", daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of processes is reached, which must not end the loop
+            self._threads.discard(thread)
+            failure = OSError(errno.EAGAIN, f"no thread can be started for it ({error}); raise `ulimit -u`")
+            self._loop.call_soon(lambda: then(failure))
 
     def close(self) -> None:
         """Waits for the jobs for at most a second; later ones end with the process."""

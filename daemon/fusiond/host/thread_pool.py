@@ -54,8 +54,14 @@ class KernelPool:
     def _grow(self, threads: int) -> None:
         while len(self._workers) < threads:
             name = f"kernel-{len(self._workers)}"
-            self._workers.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._workers[-1].start()
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._workers:
+                    raise
+                break  # the limit of processes is reached: those that there are do the work
+            self._workers.append(thread)
         self.threads = len(self._workers)
 
     def close(self) -> None:

@@ -209,7 +209,10 @@ class StackReader:
             if not self._closed:
                 self._loop.call_from_thread(lambda: self._tell(source, found))
 
-        threading.Thread(target=read_lines, name="source lines", daemon=True).start()
+        try:
+            threading.Thread(target=read_lines, name="source lines", daemon=True).start()
+        except RuntimeError:  # the limit of processes is reached: the stack does without its lines of source
+            self._tell(source, wire.Whereabouts(rank, source.pid, look.state, "", stack))
 
     @staticmethod
     def _tell(source: Source, found: wire.Whereabouts) -> None:

@@ -84,3 +84,18 @@ def test_nothing_keeps_the_arrays_of_a_finished_job(loop: EventLoop, pool: Kerne
     loop.run()
     del array, job
     assert gone.wait(TIMEOUT_S)
+
+
+def test_at_the_limit_of_processes_the_threads_that_there_are_do_the_work(
+    loop: EventLoop, pool: KernelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    done: list[int] = []
+    pool.run([lambda number=number: done.append(number) for number in range(5)], lambda error: loop.stop())  # type: ignore[misc]
+    loop.run()
+    assert sorted(done) == [0, 1, 2, 3, 4]
+    assert pool.threads == 2

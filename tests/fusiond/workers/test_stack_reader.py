@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,6 +144,22 @@ def test_a_worker_that_sleeps_is_shown_with_the_line(daemon: Daemon, worker: Wor
     daemon.turn_until(lambda: sleeps(asked.process))
     assert daemon.ask(asked) == [found]  # it can be asked again, and goes on as before
     assert asked.process.poll() is None
+
+
+def test_a_stack_is_shown_at_the_limit_of_processes(
+    daemon: Daemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines of source are read by a thread, which cannot be started then."""
+    asked = worker("ready(); time.sleep(300)")
+    asked.ready()
+    daemon.turn_until(lambda: sleeps(asked.process))
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    (found,) = daemon.ask(asked)
+    assert [(frame.function, frame.source) for frame in found.stack.frames] == [("slow", ""), ("<module>", "")]
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_worker_that_holds_the_gil_in_c_is_shown(daemon: Daemon, worker: Worker) -> None:
