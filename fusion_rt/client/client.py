@@ -308,8 +308,9 @@ class Client:
         Raises:
             HorovodInternalError: it failed, on all ranks.
         """
-        last = self.wait(self.submit("join", wire.Signature("join"))).sizes[0]
-        self.channel.clocks.joined()
+        clocks = self.channel.clocks
+        last, first = self.wait(self.submit("join", wire.Signature("join"), splits=(clocks.after_join(),))).sizes
+        clocks.joined(first)
         return last
 
     def add_process_set(self, ranks: Sequence[int]) -> ProcessSet:

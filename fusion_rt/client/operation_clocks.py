@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import GLOBAL_SET
 
 _REMEMBERED = 1 << 17  # newer names of a process set after which one is forgotten; they take about 30 MB
 _SKEW = 1 << 14  # by so many new names ranks may differ when they submit one operation, as they may do in any order
-_CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next
 
 
 class _Names:
@@ -70,7 +70,7 @@ class Clocks:
 
     def __init__(self, first: int) -> None:
         self.joins = 0
-        self._first = self._began = first
+        self._first = self._began = self._free = first
         self._groups: dict[int, Iterator[int]] = {}
         self._names: defaultdict[int, _Names] = defaultdict(_Names)  # by process set
         self._buckets: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by plan
@@ -84,6 +84,7 @@ class Clocks:
         counts = self._buckets[plan]
         before = counts.get(bucket, 0)
         counts[bucket] = before + 1
+        self._free = max(self._free, self._first + before + 1)
         return self._first + before
 
     def next_named(self, process_set: int, name: str) -> int:
@@ -98,7 +99,13 @@ class Clocks:
 
     def count_named(self, process_set: int, name: str) -> None:
         """Counts an operation, which has the clock that `next_named` gave: the next one of this name has the next."""
-        self._names[process_set].use(_counted(name))
+        names, counted = self._names[process_set], _counted(name)
+        names.use(counted)
+        self._free = max(self._free, self._first + names.count(counted))
+
+    def after_join(self) -> int:
+        """Returns the first clock that no operation of this rank will have had when it has joined."""
+        return max(self._free, self.next_named(GLOBAL_SET, "join") + 1)
 
     def open_group(self, group: int) -> None:
         """Begins to count the operations of a group."""
@@ -108,10 +115,14 @@ class Clocks:
         """Returns the clock of this operation of a group, and counts it. Threads may call it at the same time."""
         return next(self._groups[group])
 
-    def joined(self) -> None:
-        """Starts all counts anew once all ranks have joined, since they have not taken the same number of steps."""
+    def joined(self, first: int) -> None:
+        """Starts all counts anew once all ranks have joined, since they have not taken the same number of steps.
+
+        Args:
+            first: the highest of what `after_join` returns on all ranks.
+        """
         self.joins += 1
-        self._first += _CLOCKS_OF_A_JOIN
+        self._first = first
         self._names.clear()
         self._buckets.clear()
 

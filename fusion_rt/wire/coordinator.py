@@ -23,7 +23,8 @@ class Verdict(msgspec.Struct, tag="verdict", array_like=True):
     """From the coordinator: the ranks agree, the operation may start.
 
     Attributes:
-        rows: first dimension of every rank's tensor by position in the process set; for a join, the last rank to join.
+        rows: first dimension of every rank's tensor by position in the process set; for a join, the last to join and
+            the first clock after it.
         splits: every rank's, likewise. Both are empty for an operation that was approved before.
         signature: of the operation that the others run, for a node all of whose ranks have joined.
     """

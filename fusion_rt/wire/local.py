@@ -75,7 +75,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """Submits one operation on one tensor, which is in the worker's memory (`place`) or in the message (`inline`).
 
     Attributes:
-        splits: for alltoall, rows for each rank of the process set.
+        splits: for alltoall, rows for each rank of the process set; for a join, the first clock that is free here.
         receives: for alltoall in a group, rows from each rank of it.
         into: where in the worker's memory the result goes, in a group; None: where the tensor lies, or into the answer.
         seconds: time after which it fails, in a group; 0: it has as long as any operation may wait.

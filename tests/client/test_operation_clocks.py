@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from fusion_rt import wire
 from fusion_rt.client.operation_clocks import Clocks
 from fusion_rt.core.errors import FusionError
 
@@ -30,12 +31,28 @@ def test_after_a_join_all_begin_at_the_same_clock_which_none_has_had() -> None:
     """Ranks that have taken other numbers of steps, one of them none at all."""
     ranks = [Clocks(0) for _ in range(3)]
     had = {used(rank, 0, "x") for steps, rank in enumerate(ranks) for _ in range(5 * steps)}
+    first = max(rank.after_join() for rank in ranks)
     for rank in ranks:
-        rank.joined()
+        used(rank, 0, "join")
+        rank.joined(first)
     assert [rank.joins for rank in ranks] == [1, 1, 1]
     (clock,) = {used(rank, 0, "x") for rank in ranks}
     assert clock not in had
     assert {used(rank, 0, "x") for rank in ranks} == {clock + 1}
+
+
+def test_clocks_stay_in_their_epoch_however_often_ranks_join() -> None:
+    """After 4,096 joins they were those of the next epoch, and other nodes dropped what came with them."""
+    clocks, had = Clocks(wire.first_clock(1)), set[int]()
+    for join in range(5000):
+        clock = used(clocks, 0, "x")
+        assert clock not in had
+        had |= {clock, clocks.count(3, 0)}
+        first = clocks.after_join()
+        had.add(used(clocks, 0, "join"))
+        clocks.joined(first)
+        assert clocks.joins == join + 1
+    assert {clock // wire.CLOCKS_OF_AN_EPOCH for clock in had} == {1}
 
 
 def test_a_process_set_that_is_removed_takes_its_names_along() -> None:

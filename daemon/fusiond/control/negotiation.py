@@ -341,7 +341,8 @@ class Coordinator:
     def _verdict(self, key: OpKey, requests: Mapping[int, wire.Request]) -> wire.Verdict:
         signatures = self._submitted(key)
         if next(iter(signatures.values())).kind == "join":
-            return wire.Verdict(key, tuple(self._participants.joined[-1:]))
+            after = max(clocks for request in requests.values() for clocks in (*request.splits.values(), ()))
+            return wire.Verdict(key, (*self._participants.joined[-1:], *after))
         members = [r for r in self._participants.members(key.process_set).set.ranks if r in signatures]
         splits = {rank: s for request in requests.values() for rank, s in request.splits.items()}
         rows = tuple(signatures[rank].shape[0] if signatures[rank].shape else 1 for rank in members)

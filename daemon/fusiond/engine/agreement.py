@@ -180,7 +180,7 @@ class Agreement:
             parts = sorted(local_parts(operation), key=lambda part: part.rank)
             rows = [part.signature.shape[0] if part.signature.shape else 1 for part in parts]
             if kind == "join":
-                rows = self._participants.joined[-1:]
+                rows = [*self._participants.joined[-1:], *max(part.splits for part in parts)]
             self._start(operation, rows, [part.splits for part in parts])
             return
         in_group = wire.is_group(operation.key.process_set)
