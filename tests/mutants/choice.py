@@ -83,13 +83,13 @@ class Watched:
             for name, test in self.tests.items()
             if not test["failed"] and (name in seen or test["blind"] or not seen)
         ]
-        stem = Path(change.module).stem.strip("_")
+        words = _words(change.module)
 
         def order(name: str) -> tuple[Any, ...]:
-            file = name.partition("::")[0]
-            related = Path(file).stem.removeprefix("test_") == stem
-            seconds = self.tests[name]["seconds"]
-            return name not in seen, not related, sum(seconds > limit for limit in _BINS_S), file
+            file, test = name.partition("::")[0], self.tests[name]
+            related = not words.isdisjoint(_words(Path(file).name.removeprefix("test_")))
+            slow = sum(test["seconds"] > limit for limit in _BINS_S)
+            return name not in seen, not related, slow, not test["blind"], file
 
         ordered = sorted(useful, key=order)
         sums = itertools.accumulate(self.tests[name]["seconds"] for name in ordered)
@@ -145,6 +145,10 @@ def watch(copy: Path, folder: Path, tests: Sequence[str]) -> Watched:
 def expanded(root: Path, places: Sequence[str]) -> list[str]:
     """Returns the paths that the patterns stand for."""
     return sorted(name for place in places for name in glob.glob(place, root_dir=root))
+
+
+def _words(path: str) -> set[str]:
+    return set(path.removesuffix(".py").replace("/", "_").split("_")) - {"", "test", "fusion", "rt", "torch", "sync"}
 
 
 def _spans(source: str, line: int) -> list[tuple[int, int]]:
