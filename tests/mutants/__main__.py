@@ -48,7 +48,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="changes that are tried at a time")
     parser.add_argument("--group", choices=GROUPS, action="append", help="only these folders")
     parser.add_argument("--list", action="store_true", help="show the sample")
-    parser.add_argument("--most", type=float, default=60.0, help="seconds of tests for a change, but for --again")
+    parser.add_argument(
+        "--most", type=float, default=20.0, help="seconds of tests in a first round; those left get all"
+    )
     parser.add_argument("--again", nargs="*", metavar="NAME", help="try survivors once more")
     parser.add_argument("--fresh", action="store_true", help="forget earlier work")
     parser.add_argument("--report", action="store_true", help="only write results.json")
@@ -71,8 +73,10 @@ def main() -> int:
         pending = [(group, change) for group, change in drawn if work.result(change) is None]
     if not choices.report:
         work.remember(drawn)
-        most = math.inf if choices.again is not None else choices.most
-        attempt_all(pending, work, choices.jobs, most, talkative=bool(choices.again))
+        if choices.again is None:
+            attempt_all(pending, work, choices.jobs, choices.most)
+            pending = [(group, change) for group, change in drawn if work.survived(change, some=True)]
+        attempt_all(pending, work, choices.jobs, math.inf, talkative=bool(choices.again))
     return report(drawn, work, choices)
 
 
@@ -124,19 +128,20 @@ class Work:
         """Returns the last verdict on a change, or nothing."""
         return self._results.get(change.name)
 
-    def survived(self, change: Change) -> bool:
-        """Says whether no test found a change so far."""
+    def survived(self, change: Change, some: bool = False) -> bool:
+        """Says whether no test found a change so far; with `some`, whether only some tests were tried."""
         result = self.result(change)
-        return result is not None and result["outcome"] == "survived"
+        return result is not None and result["outcome"] == "survived" and (not some or result.get("some", False))
 
-    def record(self, change: Change, verdict: Verdict) -> None:
-        """Keeps a verdict, and what the first one was."""
+    def record(self, change: Change, verdict: Verdict, some: bool) -> None:
+        """Keeps a verdict of all tests, or some, and what the first one was."""
         from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
         before = self._results.get(change.name, {})
         outcome = {
             "outcome": verdict.outcome,
-            "first": before.get("first", verdict.outcome),
+            "first": verdict.outcome if before.get("some", True) else before["first"],
+            "some": some,
             "by": verdict.by,
             "seconds": round(verdict.seconds, 1),
         }
@@ -146,7 +151,9 @@ class Work:
             self._db.set_result(change.name, WorkResult(WorkerOutcome.NORMAL, json.dumps(outcome), killed))
 
 
-def attempt_all(pending: Sequence[tuple[str, Change]], work: Work, jobs: int, most: float, talkative: bool) -> None:
+def attempt_all(
+    pending: Sequence[tuple[str, Change]], work: Work, jobs: int, most: float, talkative: bool = False
+) -> None:
     """Tries changes, some at a time."""
     if not pending:
         return
@@ -165,7 +172,7 @@ def attempt_all(pending: Sequence[tuple[str, Change]], work: Work, jobs: int, mo
             while True:
                 group, change = todo.get_nowait()
                 verdict = attempt(copy, watched[group], change, most)
-                work.record(change, verdict)
+                work.record(change, verdict, most < math.inf)
                 done[verdict.outcome] += 1
                 progress = f"[{done.total()}/{len(pending)} {time.monotonic() - began:.0f} s]"
                 place = f"{change.module}:{change.start[0]} {change.operator[5:]}"
