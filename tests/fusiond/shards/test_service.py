@@ -436,6 +436,7 @@ def test_statistics_count_contributions_and_how_stale_they_were() -> None:
     lags = [t["version_lag"] for t in told]
     assert [lag["count"] for lag in lags] == [12, 12]  # type: ignore[index]
     assert max(lag["max"] for lag in lags) == 3  # type: ignore[index]
+    assert {lag for each in lags for lag in each["histogram"]} == {"0", "1", "2", "3"}  # type: ignore[index]
 
 
 def test_asking_for_what_a_home_has_is_no_contribution() -> None:
