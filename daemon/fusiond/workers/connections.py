@@ -305,13 +305,30 @@ class Workers:
         self.events.worker_joined(link, hello)
         if link.rank is None:  # it was refused
             link.events = None
+        elif link.stacks.process >= 0:
+            self._loop.add_reader(link.stacks.process, partial(self._process_ended, link))
+
+    def _process_ended(self, link: WorkerLink) -> None:
+        """A worker's process has ended. Its socket says so, too, unless a child of it still has the socket, for example
+        one that a library in C has forked. Messages that wait in the socket come first."""
+        received = -1
+        while not link.closed and link.rank is not None and received != self._received:
+            received = self._received
+            self._read(link)
+        if not link.closed and link.rank is not None:
+            self._end(link, DIED)
+
+    def _forget_process(self, link: WorkerLink) -> None:
+        if link.stacks is not None and link.stacks.process >= 0:
+            self._loop.remove(link.stacks.process)
+        link.forget_process()
 
     def _bye(self, link: WorkerLink, bye: wire.Bye, fd: int) -> None:
         rank, events = link.rank, link.events
         assert rank is not None
         assert events is not None
         link.left, link.rank, link.events = True, None, None
-        link.forget_process()
+        self._forget_process(link)
         for segment in list(link.segments):
             self._drop_segment(link, segment)
         events.worker_left(rank, bye)
@@ -378,7 +395,7 @@ class Workers:
         for packet in link.outgoing:
             packet.close()
         link.outgoing.clear()
-        link.forget_process()
+        self._forget_process(link)
         for segment in list(link.segments):
             self._drop_segment(link, segment)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -324,3 +325,40 @@ def test_a_stale_socket_is_replaced(runtime_dir: Path) -> None:
     channel.sock.close()
     channel.workers.close()
     channel.loop.close()
+
+
+@pytest.mark.multiprocess
+def test_a_worker_that_is_killed_is_lost_though_a_child_of_it_has_its_socket(channel: Channel) -> None:
+    """A library in C may fork without Python's knowledge. What the worker had said before still counts."""
+    lost: list[tuple[int, int, str]] = []
+    channel.handler.worker_lost = lambda rank, pid, why: lost.append((rank, pid, why))  # type: ignore[method-assign]
+    ready, told = os.pipe()
+    ends, keeps = os.pipe()  # the child of the worker lives until this end of the test closes
+    worker = os.fork()
+    if worker == 0:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(str(channel.path))
+        os.close(keeps)
+        if os.fork() == 0:
+            os.write(told, b"x")
+            os.read(ends, 1)
+            os._exit(0)
+        packets.Packet(wire.encode(HELLO), -1).send(sock)
+        packets.Packet(wire.encode(wire.StalenessRequest(7)), -1).send(sock)
+        os.write(told, b"x")
+        os.read(ends, 1)
+        os._exit(0)
+    seen = b""
+    while len(seen) < 2:
+        seen += os.read(ready, 2)
+    channel.turn()
+    channel.send(HELLO, sock=channel.sock)  # another worker, which stays
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    while not lost:
+        channel.loop.turn()
+    assert [(rank, pid) for rank, pid, _ in lost] == [(0, worker)]
+    assert "died" in lost[0][2]
+    assert wire.StalenessRequest(7) in channel.handler.messages
+    for fd in (ready, told, ends, keeps):
+        os.close(fd)
