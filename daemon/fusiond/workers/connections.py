@@ -300,13 +300,13 @@ class Workers:
             raise WireError("a second Hello")
         link.left = False
         link.stacks = Source.open(link.pid, hello, fd)
+        if link.stacks.process >= 0:
+            self._loop.add_reader(link.stacks.process, partial(self._process_ended, link))
         link.process = _process_of(link.pid, hello)
         link.events = self.events
         self.events.worker_joined(link, hello)
         if link.rank is None:  # it was refused
             link.events = None
-        elif link.stacks.process >= 0:
-            self._loop.add_reader(link.stacks.process, partial(self._process_ended, link))
 
     def _process_ended(self, link: WorkerLink) -> None:
         """A worker's process has ended. Its socket says so, too, unless a child of it still has the socket, for example
