@@ -311,6 +311,8 @@ class Workers:
     def _process_ended(self, link: WorkerLink) -> None:
         """A worker's process has ended. Its socket says so, too, unless a child of it still has the socket, for example
         one that a library in C has forked. Messages that wait in the socket come first."""
+        if link.stacks is not None:  # its end is said again and again, and a worker that was refused has no rank
+            self._loop.remove(link.stacks.process)
         received = -1
         while not link.closed and link.rank is not None and received != self._received:
             received = self._received
