@@ -30,13 +30,9 @@ LEAST_ENCODED = 0.8
 
 def encoded_share(buckets: Sequence[wire.Bucket], text: str) -> float:
     """The share of a net's elements that a codec does not send as they are."""
-    whole = total = 0
-    for bucket in buckets:
-        codec = codecs.open_bucket(codecs.parse(text), layout_of(bucket))
-        numel = sum(tensor.numel for tensor in bucket.tensors)
-        sent_whole = numel if codec.lossless else codec.dense.size if codec.codec.stateful else 0  # type: ignore[attr-defined]
-        whole, total = whole + sent_whole, total + numel
-    return 1 - whole / total
+    opened = [codecs.open_bucket(codecs.parse(text), layout_of(bucket)) for bucket in buckets]
+    encoded = sum(codec.encoded_elements for codec in opened if not codec.lossless)
+    return encoded / sum(codec.numel for codec in opened)
 
 
 class Reduced:
