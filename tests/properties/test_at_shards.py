@@ -156,7 +156,7 @@ def test_what_is_sent_to_shards_and_what_is_remembered_are_what_came(text: str) 
 
     After many steps without gradients all has arrived, both ways: also in each rank's copy.
     """
-    for seed, algorithm in enumerate(SENT):
+    for seed, algorithm in list(enumerate(SENT))[CODECS.index(text) % 2 :: 2]:
         ranks, layout = WORLDS[(5 * CODECS.index(text) + 7 * seed) % len(WORLDS)]
         begun = start(ranks, np.float32)
         workers = Workers(layout, algorithm, begun, RATE, SGD, text, seed)
@@ -228,7 +228,7 @@ APPLIED = {
 def test_each_contribution_counts_once_whatever_ranks_wait_for(text: str) -> None:
     """By random schedules, in which ranks wait, and join, and have no gradient in some steps: what shards
     have moved by, and what is carried there, is the sum of all gradients at their rate."""
-    for seed in range(12):
+    for seed in range(9):
         ranks = (4, 6, 8)[seed % 3]
         begun = np.tile(start(ranks), (ranks, 1))
         schedule = Parameters(text, seed, ranks, begun, last=2, posts=gradient)

@@ -16,7 +16,7 @@ from tests.fusiond.simulation import Array
 from tests.properties.scheduled import LAYOUTS, SIZES, Parameters, spread, starts
 from tests.reference import codecs as reference
 
-RATE, STEPS = 0.05, 24
+RATE, STEPS = 0.05, 16
 
 
 def still(rank: int, step: int, x: Array) -> Array:

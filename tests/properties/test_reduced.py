@@ -31,7 +31,7 @@ FOLLOWED = {
     "powersgd": "powersgd(rank=3, minimum=64)",
     "demo": "demo(density=0.05, minimum=64, value='fp32', chunk=32, decay=0.9)",
 }
-STEPS = 12
+STEPS = 9
 
 
 def close(found: Array, expected: Array, what: str) -> None:
@@ -43,7 +43,7 @@ def close(found: Array, expected: Array, what: str) -> None:
 def test_each_step_is_that_of_the_reference(name: str) -> None:
     """Results and residuals, on layouts, routes and scales of the residual that the seed chooses."""
     text = FOLLOWED[name]
-    for seed in range(3):
+    for seed in range(2):
         choose = np.random.default_rng((seed, list(FOLLOWED).index(name)))
         layout = LAYOUTS[choose.integers(len(LAYOUTS))]
         route = "gather" if name == "demo" or choose.random() < 0.5 else "owners"
@@ -97,7 +97,7 @@ def test_what_is_sent_and_what_is_remembered_are_what_came_at_each_step(text: st
                 came = total([of_rank[index] for of_rank in given]) + before[index] * decay * factor
                 found = result.astype(float) * divisor + total(job.residuals(index))
                 error = np.abs(found - came).max() / np.abs(came).max()
-                assert error < 3e-5, f"{text}, {layout}, {route}, seed {seed}, step {step}: {error} of the largest"
+                assert error < 1e-6, f"{text}, {layout}, {route}, seed {seed}, step {step}: {error} of the largest"
 
 
 def total(parts: Sequence[Array]) -> Array:
@@ -132,7 +132,7 @@ def test_one_node_sends_nothing_and_so_nothing_is_encoded(text: str) -> None:
 @pytest.mark.parametrize("text", ["int8(minimum=64)", "int4(minimum=64, rounding='random')"])
 def test_random_rounding_is_to_one_of_two_neighbours_and_right_on_average(text: str) -> None:
     """QSGD (Alistarh et al., arXiv 1610.02132), lemma 3.1. Nodes draw apart, and each step anew."""
-    steps, job = 60, Reduced([1, 1, 1, 1], text.replace(")", ", feedback=False)"), 3)
+    steps, job = 40, Reduced([1, 1, 1, 1], text.replace(")", ", feedback=False)"), 3)
     block, most = codecs.parse(text).block, 127 if "int8" in text else 7  # type: ignore[attr-defined]
     gradient = job.gradients(0, 5)[0]
     results = np.stack([job.step([gradient] * 4)[1] for _ in range(steps)])
@@ -147,7 +147,7 @@ def test_random_rounding_is_to_one_of_two_neighbours_and_right_on_average(text: 
 def test_nothing_is_lost_when_ranks_join_and_come_back(text: str) -> None:
     """What the node of a rank that has joined remembers goes on being sent, also where all of its ranks have."""
     decay = getattr(codecs.parse(text), "decay", 1.0)
-    for seed, layout in enumerate(([1, 1, 2], [2, 2, 2, 2], [3, 1, 2])):
+    for seed, layout in enumerate(([1, 1, 2], [3, 1, 2])):
         job = Reduced(layout, text, seed, "owners" if seed % 2 else "gather", op="sum")
         leaving = np.random.default_rng(seed).permutation(job.job.size).tolist()
         for step in range(12):
@@ -162,7 +162,7 @@ def test_nothing_is_lost_when_ranks_join_and_come_back(text: str) -> None:
             for index, result in enumerate(job.step(given)):
                 came = total([of_rank[index] for of_rank in given]) + before[index] * decay
                 error = np.abs(result + total(job.residuals(index)) - came).max() / np.abs(came).max()
-                assert error < 3e-5, f"{text}, {layout}, step {step}, joined {sorted(job.gone)}: {error} is lost"
+                assert error < 1e-6, f"{text}, {layout}, step {step}, joined {sorted(job.gone)}: {error} is lost"
         assert not job.gone
 
 
@@ -193,7 +193,7 @@ def tensor_of(tensor: wire.TensorSpec, together: int) -> wire.TensorSpec:
 def test_a_job_that_loads_a_checkpoint_goes_on_bit_by_bit(text: str, route: str) -> None:
     """(DeMo to within rounding, as its page says.)"""
     whole, first, second = (Reduced([2, 1, 3], text, seed, route) for seed in range(3))
-    for step in range(70 if text.startswith("topk(density=0.02, minimum=64)") else 6):  # owners' ranges are adapted
+    for step in range(66 if text == KEPT[0] and route == "owners" else 4):  # owners' ranges are adapted
         whole.step(whole.gradients(step, 1))
         first.step(first.gradients(step, 1))
     second.load(first.states())
