@@ -47,6 +47,7 @@ class Knob:
         placeholder: what stands for the value in the help, if not the unit's name.
         many: how many values the flag takes, when not one: a number; or "append": the flag may be repeated.
         idle: why nothing comes of it, if so.
+        shared: daemons compare it before the job starts: it decides what they send each other, and when.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Knob:
     placeholder: str = ""
     many: str = ""
     idle: str = ""
+    shared: bool = False
 
     def parse(self, text: str, source: str) -> Any:
         """The value in a text.

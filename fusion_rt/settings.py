@@ -107,11 +107,11 @@ class Settings:
         "commit", FUSION, "A copy of each parameter shard's state on another host, so that it survives the loss of its "
         "own host: made at each commit of an elastic state (commit), or also kept up to date by each update, so that a "
         "loss costs one step (update), or none (off).",
-        variable="FUSION_MIRROR_SHARDS", choices=("commit", "update", "off"))
+        variable="FUSION_MIRROR_SHARDS", shared=True, choices=("commit", "update", "off"))
     sparse_route: str = _row(
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything "
         "to everybody), or auto (the one that is predicted to be faster).",
-        variable="FUSION_SPARSE_ROUTE", choices=("auto", "owners", "gather"))
+        variable="FUSION_SPARSE_ROUTE", shared=True, choices=("auto", "owners", "gather"))
     gpu_selection: str = _row(
         "off", FUSION, "Selection of gradients on their GPU, by a worker that contributes alone for its node, so "
         "that only the selection is copied to the host: auto (where it is possible, with fusion_rt[cuda12] or "
@@ -120,16 +120,16 @@ class Settings:
     dense_route: str = _row(
         "auto", FUSION, "All-reduce between nodes where no codec selects: ring, doubling (recursive; of buckets up "
         "to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto (the one that is predicted to be faster).",
-        variable="FUSION_DENSE_ROUTE", choices=("auto", "ring", "doubling"))
+        variable="FUSION_DENSE_ROUTE", shared=True, choices=("auto", "ring", "doubling"))
     route_latency: float = _row(
         0.0, FUSION, "Latency of a message between daemons from which FUSION_DENSE_ROUTE=auto and "
         "FUSION_SPARSE_ROUTE=auto choose, so that every job chooses alike (0: measured when the job starts, and "
         "rounded to a power of two microseconds; `fusiond status --json` has it).",
-        unit=SECONDS, variable="FUSION_ROUTE_LATENCY", least=0)
+        unit=SECONDS, variable="FUSION_ROUTE_LATENCY", shared=True, least=0)
     route_rate: int = _row(
         0, FUSION, "Bytes a second that a link carries, for the same choice (0: measured, and rounded to a power of "
         "two).",
-        unit=BYTES, variable="FUSION_ROUTE_RATE", least=0)
+        unit=BYTES, variable="FUSION_ROUTE_RATE", shared=True, least=0)
     memory: str = _row(
         "auto", FUSION, "Way of a script's large tensors to its host's daemon: auto (the daemon reads and writes "
         "them in place, if the kernel allows it, which `fusionrun --check-build` says), adopt (as auto, and tensors of "
@@ -139,12 +139,13 @@ class Settings:
     shard_hosts: str = _row(
         "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards. One that is not among the job's "
         "hosts gets a daemon and no workers.",
-        flags=("--shard-hosts",), variable="FUSION_SHARD_HOSTS", yaml="params.shard_hosts", placeholder="HOSTS",
-        absent="every host that has workers")
+        flags=("--shard-hosts",), variable="FUSION_SHARD_HOSTS", shared=True, yaml="params.shard_hosts",
+        placeholder="HOSTS", absent="every host that has workers")
     tolerate_losses: bool = _row(
         False, STALLS, "Go on without lost workers and hosts. The algorithm must be asynchronous, the host must keep "
         "no parameter shard, and more than half of the hosts must be left.",
-        unit=SWITCH, flags=("--tolerate-losses",), variable="FUSION_TOLERATE_LOSSES", yaml="params.tolerate_losses")
+        unit=SWITCH, flags=("--tolerate-losses",), variable="FUSION_TOLERATE_LOSSES", shared=True,
+        yaml="params.tolerate_losses")
     stall_check: bool = _row(
         True, STALLS, "Warnings about operations that wait for ranks, and their end after a limit. Without it they "
         "may wait forever.",
@@ -179,7 +180,8 @@ class Settings:
         placeholder="DIR")
     snapshot_restore: bool = _row(
         False, DAEMON, "Begin with the snapshots in --snapshot-directory instead of the first rank's parameters.",
-        unit=SWITCH, flags=("--snapshot-restore",), variable="FUSION_SNAPSHOT_RESTORE", yaml="params.snapshot_restore")
+        unit=SWITCH, flags=("--snapshot-restore",), variable="FUSION_SNAPSHOT_RESTORE", shared=True,
+        yaml="params.snapshot_restore")
     timeline_filename: str = _row(
         "", TIMELINE, "File for Horovod's timeline of all operations on rank 0's node, or DYNAMIC (no timeline until "
         "the script calls start_timeline).",
@@ -227,11 +229,11 @@ class Settings:
     chunk_bytes: int = _row(
         MIB, DAEMON, "Largest payload of a message between daemons. A bucket travels as a pipeline of such chunks, "
         "smaller ones on slow links.",
-        unit=BYTES, variable="FUSION_CHUNK_BYTES", least=4 * KIB)
+        unit=BYTES, variable="FUSION_CHUNK_BYTES", shared=True, least=4 * KIB)
     window_bytes: int = _row(
         16 * MIB, DAEMON, "Payload of one bucket that a daemon may have under way to one peer before the peer has to "
         "grant more credit.",
-        unit=BYTES, variable="FUSION_WINDOW_BYTES", least=4 * KIB)
+        unit=BYTES, variable="FUSION_WINDOW_BYTES", shared=True, least=4 * KIB)
     link_credit: int = _row(
         16 * MIB, DAEMON, "Largest payload that a connection may have under way before the peer has received some of "
         "it, less on slow links. The rest waits, the most urgent first (0: nothing waits, and nothing overtakes).",
@@ -262,11 +264,11 @@ class Settings:
     connections: int = _row(
         0, DAEMON, "Payload connections to each peer daemon (0: one on a local network, and over a distance as many "
         "as bandwidth x delay needs; docs/distance.md).",
-        unit=COUNT, variable="FUSION_CONNECTIONS", least=0)
+        unit=COUNT, variable="FUSION_CONNECTIONS", shared=True, least=0)
     ring_order: str = _row(
         "measured", DAEMON, "Order in which a ring visits hosts over a distance: measured (along the fastest links) "
         "or given (as hosts were named). Sums are added up in that order.",
-        variable="FUSION_RING_ORDER", choices=("measured", "given"))
+        variable="FUSION_RING_ORDER", shared=True, choices=("measured", "given"))
     io_threads: int = _row(
         1, DAEMON, "ZeroMQ I/O threads of a daemon.", unit=COUNT, variable="FUSION_IO_THREADS", least=1)
     kernel_threads: int = _row(
@@ -377,6 +379,7 @@ class Settings:
 
 
 OF_SETTINGS = tuple(Knob(row.name, default=row.default, **row.metadata) for row in dataclasses.fields(Settings))
+SHARED = tuple(knob for knob in OF_SETTINGS if knob.shared)
 
 OF_LAUNCHER = (
     Knob("num_proc", START, "Number of workers.",

@@ -55,7 +55,14 @@ from fusion_rt.wire.between_ranks import (
     MessagesTaken,
     message_key,
 )
-from fusion_rt.wire.coding import PeerMessage, decode_daemon_message, decode_peer_message, decode_worker_message, encode
+from fusion_rt.wire.coding import (
+    PeerMessage,
+    decode_daemon_message,
+    decode_peer_message,
+    decode_worker_message,
+    encode,
+    peer_schema,
+)
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceKind
 from fusion_rt.wire.figures import Figures, FiguresRequest, LinkFigures, RankFigures
@@ -356,4 +363,5 @@ __all__ = [
     "mark",
     "message_key",
     "part_of_node",
+    "peer_schema",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -91,6 +93,13 @@ def decode_daemon_message(data: bytes | memoryview) -> DaemonMessage:
 def decode_peer_message(data: bytes | memoryview) -> PeerMessage:
     """Decodes a message from another daemon. Raises `WireError` as `decode_worker_message` does."""
     return _decode(_peer_decoder, data)
+
+
+@functools.cache
+def peer_schema() -> str:
+    """Returns a digest of the fields and limits of all messages between daemons. Two versions of this package whose
+    digests are equal understand each other's messages."""
+    return hashlib.blake2b(repr(msgspec.json.schema(PeerMessage)).encode(), digest_size=8).hexdigest()
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes | memoryview) -> _Message:

@@ -14,12 +14,22 @@ Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class PeerHello(msgspec.Struct, tag="peer_hello", array_like=True):
-    """The first message to a peer. `tokens`: routing ids for the payload connections that it opens to the sender."""
+    """The first message to a peer.
+
+    Attributes:
+        version: of the protocol.
+        job, node: the sender's.
+        tokens: routing ids for the payload connections that the receiver opens to the sender.
+        schema: a digest of all messages between daemons (`peer_schema`).
+        shared: the settings that both have to share (`settings.SHARED`), as text, by the names of their variables.
+    """
 
     version: int
     job: Name
     node: Rank
     tokens: tuple[Annotated[bytes, msgspec.Meta(max_length=64)], ...]
+    schema: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    shared: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
 
 
 class Heartbeat(msgspec.Struct, tag="hb", array_like=True):

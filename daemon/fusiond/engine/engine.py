@@ -418,7 +418,8 @@ class Engine:
 
     def statistics(self) -> dict[str, object]:
         """Operations `under_way` and `completed`, their `bytes` on this node, the active `plans`, and what of
-        operations that peers have not reached may wait there, and is held back (`ahead`)."""
+        operations that peers have not reached may wait there, and is held back (`ahead`),
+        and `foreign_chunks` of other membership epochs."""
         return {
             "under_way": len(self._operations),
             "completed": self._outcomes.count,
@@ -428,6 +429,7 @@ class Engine:
             "homes": self.homes.statistics(),
             "messages": self.messages.statistics(),
             "ahead": self._exchanges.executor.early.statistics(),
+            "foreign_chunks": self._exchanges.foreign,
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,

@@ -83,6 +83,7 @@ class Exchanges:
     Attributes:
         agreement: of all nodes on these operations.
         executor: runs them.
+        foreign: chunks of other membership epochs that have come.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Exchanges:
         nodes, settings = len(context.topology.hosts), context.settings
         self._most_early_bytes = 2 * (EARLY_BYTES + nodes * settings.chunk_bytes)  # twice what peers may send
         self._held_elsewhere: dict[OpKey, set[int]] = {}  # by nodes that ask for an operation of which nothing came yet
+        self.foreign = 0
         self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
         self.executor = Executor(
             context.topology,
@@ -376,6 +378,7 @@ class Exchanges:
 
     def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._clocks:
+            self._foreign(node, chunk.key)
             return
         operation = self._begun(node, chunk.key)
         if operation is None:
@@ -393,6 +396,16 @@ class Exchanges:
             self._wait(operation, node, chunk, payload)
         else:
             self.executor.receive(operation, node, chunk, payload)
+
+    def _foreign(self, node: int, key: OpKey) -> None:
+        """Counts a chunk of another membership epoch, which nothing here waits for. The first one is told."""
+        if not self.foreign:
+            who = self._context.topology.describe_node(node)
+            self._context.outside.warn(
+                f"{who} sent data of {key.in_words} in another membership epoch, which is dropped; further ones are "
+                "counted (`fusiond status --json`: engine.foreign_chunks)"
+            )
+        self.foreign += 1
 
     def _take_early(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         """A chunk waits until the workers here have come that far, unless it does not fit what they submitted."""

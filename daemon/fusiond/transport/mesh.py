@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -34,7 +35,7 @@ from fusion_rt.core.clocks import measure
 from fusion_rt.core.cost import CostModel
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable
-from fusion_rt.settings import Settings
+from fusion_rt.settings import SHARED, Settings
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.dispatch import Handlers
@@ -51,6 +52,7 @@ from fusiond.transport.sockets import LINGER, Sockets
 _CLOSED = "its connection was closed"
 _NOT_WANTED = "this node's daemon is not in the membership epoch that begins"
 _ELASTIC_NODES = 1024  # of an elastic job at a time: libzmq wants to know beforehand
+_LONGEST_VALUE = 200  # characters of a setting's value in the first message to a peer
 _LOOK = 0.25  # seconds between looks at who is silent, at most
 _GREETING = delivery.payload_head(0) + wire.encode(wire.Heartbeat())
 
@@ -170,7 +172,7 @@ class Mesh:
         for peer in new:
             numbers = range(1, len(peer.incoming))
             tokens = tuple(self._reception.tokens.issue(peer.id, number) for number in numbers)
-            self.send(peer.node, wire.PeerHello(wire.PROTOCOL_VERSION, self._config.job, self._config.node, tokens))
+            self.send(peer.node, self._hello(tokens))
             peer.control.open()
         if not self._connects:
             self._connects = True
@@ -438,7 +440,21 @@ class Mesh:
         if not peer.control.stands:
             self.lose(peer.node, _CLOSED)
 
+    def _hello(self, tokens: tuple[bytes, ...]) -> wire.PeerHello:
+        config = self._config
+        shared = {knob.variable: shortened(str(getattr(self._settings, knob.name))) for knob in SHARED}
+        return wire.PeerHello(wire.PROTOCOL_VERSION, config.job, config.node, tokens, wire.peer_schema(), shared)
+
     def _greet(self, peer: Peer, hello: wire.PeerHello) -> None:
+        mine = self._hello(())
+        if hello.schema != mine.schema:
+            raise WireError(
+                f"it runs another version of fusion_rt than this host: the digest of its messages is {hello.schema!r}, "
+                f"and that of those here {mine.schema!r}; install the same version on all hosts"
+            )
+        if differing := sorted(name for name in mine.shared if hello.shared.get(name) != mine.shared[name]):
+            named = ", ".join(f"{name}={hello.shared.get(name)} (here {mine.shared[name]})" for name in differing)
+            raise WireError(f"it was started with other settings than this host: {named}; give all hosts the same")
         ours = (wire.PROTOCOL_VERSION, self._config.job, peer.node, self._at_first)
         theirs = (hello.version, hello.job, hello.node, len(hello.tokens))
         if theirs != ours or peer.greeted:
@@ -483,3 +499,8 @@ class Mesh:
             peer.look_for_slowness(now)
             if why := peer.overdue(now, self._settings.heartbeat_timeout):
                 self.lose(peer.node, why)
+
+
+def shortened(value: str) -> str:
+    """Returns a setting's value as daemons compare it: a long list of hosts by its beginning and a digest."""
+    return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}... ({zlib.crc32(value.encode()):08x})"

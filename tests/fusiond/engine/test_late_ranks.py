@@ -162,3 +162,16 @@ def _shuffled(numbers: Sequence[int], seed: list[int]) -> list[int]:
 
 def test_the_least_charge_bounds_the_records_that_a_daemon_keeps() -> None:
     assert early_credit.EARLY_BYTES // early_credit.LEAST_CHARGE + 1024 <= exchanges._MAX_EARLY
+
+
+def test_a_chunk_of_another_epoch_is_counted_and_told() -> None:
+    job = SimulatedJob([1, 1])
+    engine = job.nodes[0].engine
+    foreign = wire.OpKey(0, 0, "x", wire.CLOCKS_OF_AN_EPOCH + 1)
+    for _ in range(3):
+        engine.peer_message(1, wire.Chunk(foreign, 7, 0, 0, 1), memoryview(bytes(8)))
+    assert engine.statistics()["foreign_chunks"] == 3
+    (said,) = job.warnings
+    assert "node 1 (host host1)" in said or "host1" in said
+    assert "in another membership epoch, which is dropped" in said
+    job.nothing_is_left()

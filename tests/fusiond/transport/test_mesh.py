@@ -235,15 +235,26 @@ def test_a_daemon_of_another_job_is_refused(daemons: MakeDaemons) -> None:
     )
 
 
-def test_daemons_with_different_settings_are_told_so(daemons: MakeDaemons) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("FUSION_CONNECTIONS", "2", "FUSION_CONNECTIONS="),
+        ("FUSION_CHUNK_BYTES", "64KiB", "FUSION_CHUNK_BYTES="),
+        ("FUSION_WINDOW_BYTES", "1MiB", "FUSION_WINDOW_BYTES="),
+        ("FUSION_DENSE_ROUTE", "doubling", "FUSION_DENSE_ROUTE="),
+    ],
+)
+def test_daemons_with_different_settings_are_told_so(
+    daemons: MakeDaemons, variable: str, value: str, sentence: str
+) -> None:
     job = daemons(1, 1)
     job.processes.append(job.launch(0))
-    job.environment["FUSION_CONNECTIONS"] = "2"
+    job.environment[variable] = value
     job.processes.append(job.launch(1))
     job.endpoints = [job.answer_of(process) for process in job.processes]  # type: ignore[misc]
     for node in (0, 1):
         job.tell(node)
-    with pytest.raises(FusionError, match="all hosts need the same version and settings"):
+    with pytest.raises(FusionError, match=f"started with other settings than this host: {sentence}.* give all hosts"):
         job.join([0])
 
 
