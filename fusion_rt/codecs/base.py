@@ -165,7 +165,8 @@ class Codec(ABC):
         return False
 
     def without_memory(self) -> Codec:
-        """The same codec, but what is not sent is lost, and nothing is added up from step to step."""
+        """The same codec for what is no gradient, such as differences between copies of parameters: what is not sent is
+        lost, nothing is added up from step to step, and nothing is clipped."""
         return self
 
     def check_use(self, op: str, dtype: DType | None = None, kind: str = "allreduce") -> None:

@@ -38,7 +38,7 @@ class FeedbackCodec(Codec):
         return getattr(self, "momentum", 0.0) > 0
 
     def without_memory(self) -> Codec:
-        forgetful = {"feedback": False, "momentum": 0.0, "nesterov": False}
+        forgetful = {"feedback": False, "momentum": 0.0, "nesterov": False, "clip": 0.0}
         return dataclasses.replace(self, **{name: value for name, value in forgetful.items() if hasattr(self, name)})
 
     def _check_memory(self) -> None:

@@ -85,6 +85,20 @@ def test_a_copy_on_another_node_comes_to_all_that_its_home_has(ranks: int, codec
 
 
 @pytest.mark.parametrize("codec", ["topk", "gaussiank", "thresholdk", "randomk", "demo"])
+def test_a_clip_is_of_gradients_and_not_of_what_a_home_tells(codec: str) -> None:
+    """Whose difference to what a rank has may be larger than any gradient."""
+    workers = workers_of(4, "asp", LOSSY[codec].replace(")", ", clip=0.001)"))
+    train(workers, range(1))
+    for hosted in [hosted for node in workers.job.nodes for hosted in node.engine.homes._server]:
+        assert hosted.home.value is not None
+        hosted.home.value += 1
+    before = apart(workers)
+    train(workers, range(1, 41), scale=0.0)
+    assert before > 0.9
+    assert apart(workers) < 0.02
+
+
+@pytest.mark.parametrize("codec", ["topk", "gaussiank", "thresholdk", "randomk", "demo"])
 def test_answers_become_as_sparse_as_contributions_when_the_warmup_is_over(codec: str) -> None:
     text = LOSSY[codec].replace("0.25", "0.02").replace(")", ", warmup=5)")
     workers = Workers([2, 2], "asp", np.tile(START, 20), RATE, codec=text)
