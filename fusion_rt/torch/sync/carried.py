@@ -29,7 +29,8 @@ from fusion_rt.torch.sync.scales.conversion import Meant
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
 
-_LEFT_BEHIND = ("aux/w_bak/", "aux/arrivals", "version", "done")  # of homes: of single ranks, or of their clocks
+# Of homes: what is of single ranks, of their clocks, or of codecs that have other buckets then.
+_LEFT_BEHIND = ("aux/w_bak/", "aux/arrivals", "version", "done", "codec/", "answers/")
 
 
 @dataclass(frozen=True)
