@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fusion_rt import algorithms
+from fusion_rt import algorithms, codecs
 from fusion_rt.choice.candidates import Setting
 from fusion_rt.choice.codec_costs import ALLREDUCE, cost_of
 from fusion_rt.choice.prediction import Conditions, Prediction, predict, rate_text
@@ -152,6 +152,9 @@ def tell(conditions: Conditions, advice: Advice, flags: str, command: str) -> st
         )
     lines += ["", _verdict(advice)]
     if advice.speed(advice.chosen) > 1:
+        if codecs.parse(advice.way.codec).selecting:
+            bounded = advice.way.codec.replace(")", ", clip=NORM)")
+            lines.append(f"If the script clips gradients by their norm, have the codec do it instead: {bounded}.")
         lines.append(f"Start it with: fusionrun {flags} {' '.join([*map(shlex.quote, advice.way.flags), command])}")
     return "\n".join(lines)
 

@@ -60,6 +60,7 @@ class Checkpoint:
 
     Attributes:
         remembers: daemons keep something.
+        codec: of what is exchanged.
         units: in which that is.
         converts: daemons are told of units, since codecs remember what is applied later.
         outlives: shards outlive the loss of a rank or a node, as of their last update; the same on all ranks.
@@ -68,7 +69,7 @@ class Checkpoint:
     def __init__(self, source: Source, options: Options, trained: Trained, mirrors_updates: bool = False) -> None:
         self._source = source
         self._trained = trained
-        self._codec = options.reduction.codec
+        self.codec = options.reduction.codec
         self._homes = not options.algorithm.sums_gradients
         self._at_homes = options.algorithm.at_homes
         self._at_shards = options.algorithm.at_shards
@@ -86,16 +87,16 @@ class Checkpoint:
 
     def use(self, codec: str) -> None:
         """Switches to a codec; daemons keep what another one remembered."""
-        if codec == self._codec:
+        if codec == self.codec:
             return
-        before, self._codec = self.converts, codec
+        before, self.codec = self.converts, codec
         self._begin_to_convert()
         if self.converts:
             self.units.resume(self.units.meant if before else Meant())
             self.units.begin()
 
     def _begin_to_convert(self) -> None:
-        self.converts = codecs.parse(self._codec).stateful
+        self.converts = codecs.parse(self.codec).stateful
         self.remembers = self._homes or self.converts
         if self.converts:
             loss_scales.watch()
@@ -178,7 +179,7 @@ class Checkpoint:
             return None
         state = self._source.selections.saved(where)
         return {
-            "codec": self._codec,
+            "codec": self.codec,
             "node": where.here.client.welcome.node,
             **asdict(self.units.meant),
             "state": {key: torch.from_numpy(value) for key, value in state.items()},
@@ -276,7 +277,7 @@ class Checkpoint:
     def is_lost_with_daemon(self) -> bool:
         """True if the daemon has some of the state, which is gone if it ends."""
         at_homes = self._at_homes and not self.outlives
-        return self.carries and (at_homes or codecs.parse(self._codec).stateful)
+        return self.carries and (at_homes or codecs.parse(self.codec).stateful)
 
     @property
     def puts_back(self) -> bool:

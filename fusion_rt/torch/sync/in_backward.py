@@ -36,6 +36,7 @@ from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.scales.clipping import Clipping
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import TOO_MANY, Closure, Outcome, When
@@ -83,6 +84,7 @@ class InBackward(When):
         self._skipping = False  # inside skip_synchronize()
         self._is_left_out = False  # the step under way: after a loss, or it has been taken by others
         self._counts = True  # it does for a `GradScaler`
+        self._clipping = Clipping()
 
     # --- a backward pass ----------------------------------------------------------------------------------------------
 
@@ -243,6 +245,9 @@ class InBackward(When):
         sync.steps.begin()
         self._distrust()
         if closure is None and self.reduced and sync.idle and not self._is_left_out:
+            if self._clipping.saw:
+                parameters = [slot.parameter for slot in sync.slots]
+                self._clipping.stepping(parameters, sync.checkpoint.codec, self.loss_scale)
             result = optimizer._step()
         else:
             result = self._reduce_and_step(optimizer, closure)
@@ -364,6 +369,8 @@ class InBackward(When):
                         slot.add_kept()
             self.reduced += 1
             self.outcome = Outcome.OPEN
+            if sync.checkpoint.converts:
+                self._clipping.reduced([slot.parameter for slot in sync.slots] if self._clipping.looks else ())
         finally:
             sync.end_step()
         sync.note_waited(began)
@@ -434,6 +441,8 @@ class InBackward(When):
                 slot.split()
                 self._kept.append(slot)
             slot.closed = True
+        if self._clipping.looks:
+            self._clipping.given([slot.parameter for slot in bucket.slots])
 
     def ended(self) -> None:
         for slot in self._kept:

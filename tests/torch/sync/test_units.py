@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -209,3 +210,63 @@ def test_clipping_in_the_codec_does_not_depend_on_the_loss_scale_or_on_the_ranks
         norm = float(torch.linalg.vector_norm(parameter.grad)) / scale
         assert norm == pytest.approx(2 * 3 / 2**0.5, rel=1e-4)
         optimizer.step()
+
+
+def final_loss(text: str, rate: float, scaled: bool = True) -> float:
+    """The loss on other data after 120 steps. Six in a row overflow, or, if losses are not scaled, are left out."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 8))
+    teacher = torch.nn.Linear(32, 8)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=text)
+    its = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=10**6, enabled=scaled)
+    for step in range(120):
+        overflows = 40 <= step < 46
+        if overflows and not scaled:
+            continue
+        inputs = torch.randn(32, 32, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+        loss = torch.nn.functional.cross_entropy(model(inputs), teacher(inputs).argmax(1))
+        optimizer.zero_grad()
+        its.scale(loss * torch.inf if overflows else loss).backward()  # type: ignore[no-untyped-call]
+        its.step(optimizer)
+        its.update()
+    assert its.get_scale() == (1024 if scaled else 1)
+    inputs = torch.randn(4096, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(inputs), teacher(inputs).argmax(1)))
+
+
+@on_ranks
+def test_six_overflows_in_a_row_cost_six_steps_and_no_more() -> None:
+    dense = final_loss("dense", 0.3)
+    for text in ("topk(minimum=0)", "powersgd(minimum=0)", "int4(minimum=0)", "demo(minimum=0)"):
+        assert final_loss(text, 0.3) == pytest.approx(dense, rel=0.04), text
+    text = "topk(minimum=0, momentum=0.9)"  # which starts more slowly than the momentum of an optimizer
+    assert final_loss(text, 0.03) == pytest.approx(final_loss(text, 0.03, scaled=False), rel=0.01)
+
+
+def steps_warned_of(clip: bool, its: Any, text: str = "topk(minimum=0)") -> int:
+    """Trains 40 steps with the same gradient, of which elements wait for long; returns how many warnings there were."""
+    parameter, optimizer = make(text)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(40):
+            optimizer.zero_grad()
+            its.scale((parameter * slopes(0, 0)).sum()).backward()
+            its.unscale_(optimizer)
+            if clip:
+                torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+            its.step(optimizer)
+            its.update()
+    told = [str(each.message) for each in caught if "the script clips gradients" in str(each.message)]
+    assert all("after the codec topk has sent them" in one and "clip in the codec instead" in one for one in told)
+    return len(told)
+
+
+@on_ranks
+def test_a_script_that_clips_what_has_waited_is_warned_once() -> None:
+    plain = torch.amp.GradScaler("cpu", enabled=False)
+    assert steps_warned_of(True, plain) == 1
+    assert steps_warned_of(True, scaler()) == 1
+    assert steps_warned_of(False, scaler()) == steps_warned_of(False, plain) == 0
+    assert steps_warned_of(True, plain, "int4(minimum=0)") == 0
