@@ -23,6 +23,11 @@ not take, so that two cores are enough for four; a turn is a whole number of rou
 *Faults*: decoupled DiLoCo, homes on the first host, with one learner that is 5 times as slow, and with one that is
 killed besides (after a third of the time). *Goodput* is the number of steps that the learners took while they lived, by
 what they could have taken if a step were its computation.
+
+*Overflows*: the loss at the end, with all-reduce and each codec, without a `GradScaler`, and with one whose scale of
+65536 halves six times in a row in the middle, since six losses overflow. They are measured when they are asked for:
+
+    python -m benchmarks.low_bandwidth --parts overflows --seeds 1 --steps 256 --out benchmarks/results/overflows.json
 """
 
 from __future__ import annotations
@@ -58,8 +63,10 @@ EVERY = 64  # steps between two tests of the loss
 COMPUTE_S = 0.1
 WARM_UP = 2  # steps
 SLOWER = 5
+SCALE, OVERFLOWS = 65536.0, 6
 NETWORKS = ("100mbit", "10mbit")
-PARTS = ("training", "times", "faults")
+PARTS = ("training", "times", "faults", "overflows")
+USUAL = ";".join(PARTS[:3])
 RESULTS = results.RESULTS / "low_bandwidth.json"
 OUTER = f"steps={ROUND}, outer_rate=0.7, outer_momentum=0.6"
 FEW_BITS = "minimum=0, value='int2', momentum=0.9"
@@ -88,6 +95,7 @@ METHODS = {
     "topk 0.5%, 2 bits": Method(codec=f"topk(density=0.005, {FEW_BITS})"),
     "topk 0.1%, 2 bits": Method(codec=f"topk(density=0.001, {FEW_BITS})"),
     "PowerSGD": Method(codec="powersgd(rank=2)"),
+    "int4": Method(codec="int4"),
     "DeMo": Method(codec="demo"),
     "local SGD": Method(f"local_sgd(steps={ROUND})", turn=ROUND),
     "DiLoCo": Method(f"diloco({OUTER})", turn=ROUND),
@@ -109,7 +117,8 @@ QUICK = {
 FAULTS = {"one 5x slower": "", "one 5x slower, one killed": "killed"}
 Measured = dict[str, Any]
 """`parameters`; `training`: by method and seed, `curve` of steps, bytes and loss; `times`: by network and method, the
-turns' seconds a step; `faults`: by fault, `steps` and `could` of each learner, and `goodput`."""
+turns' seconds a step; `faults`: by fault, `steps` and `could` of each learner, and `goodput`; `overflows`: by method
+and seed, the number of steps, and the losses at the end, `plain` and `scaled`."""
 
 
 def available() -> dict[str, Method]:
@@ -202,6 +211,30 @@ def time_steps(names: Sequence[str], rounds: int, steps: int) -> Measured:
     return {"parameters": parameters, "times": times}
 
 
+def overflow(names: Sequence[str], seed: int, steps: int) -> Measured:
+    """Trains by each method without a scaler, and with one whose scale halves in the middle, again and again."""
+    import torch
+
+    import fusion_rt.torch as hvd
+
+    found: Measured = {}
+    for name in names:
+        row: Measured = {"steps": steps}
+        for how in ("plain", "scaled"):
+            run = start(METHODS[name], seed)
+            scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=steps) if how == "scaled" else None
+            for step in range(steps):
+                run.step(scaler=scaler, overflows=0 <= step - steps // 2 < OVERFLOWS)
+            if scaler is not None and scaler.get_scale() != SCALE / 2**OVERFLOWS:
+                raise RuntimeError(f"{name}: the scale is {scaler.get_scale():g} at the end")
+            row[how] = round(run.loss(), 4)
+            hvd.barrier()
+        found[name] = row
+        if hvd.rank() == 0:
+            print(f"{name}, seed {seed}: {row}", file=sys.stderr, flush=True)
+    return {"overflows": found}
+
+
 def survive(fault: str, seconds: float, folder: Path) -> Measured:
     """Has learners of unequal speed train for so long (s); one is killed after a third of that, if that is the fault.
     `folder`: for the counts of steps, which outlive their learner; all hosts share it."""
@@ -243,6 +276,8 @@ def worker(arguments: argparse.Namespace, names: Sequence[str]) -> None:
         result = train(names, arguments.seed, arguments.steps)
     elif arguments.worker == "times":
         result = time_steps(names, arguments.rounds, arguments.turn)
+    elif arguments.worker == "overflows":
+        result = overflow(names, arguments.seed, arguments.steps)
     else:
         result = survive(arguments.fault, arguments.seconds, arguments.folder)
     if hvd.rank() == 0:
@@ -256,7 +291,7 @@ def measure(arguments: argparse.Namespace, names: Sequence[str], networks: Seque
     from benchmarks.netlab import Netlab
 
     began, measured = time.perf_counter(), load(arguments.out)
-    training, times, faults = (measured.setdefault(part, {}) for part in PARTS)
+    training, times, faults, overflows = (measured.setdefault(part, {}) for part in PARTS)
 
     def job(part: str, rate: str | None, extra: Sequence[str], variables: Mapping[str, str] | None = None) -> Measured:
         passed = ["-m", "benchmarks.low_bandwidth", "--worker", part, *extra]
@@ -280,6 +315,15 @@ def measure(arguments: argparse.Namespace, names: Sequence[str], networks: Seque
                 extra = ["--methods", name, "--seed", str(seed)]
                 found = job("training", None, extra, {"FUSION_DENSE_ROUTE": "ring"})
                 seeds.update({str(seed): curve for curve in found.get("training", {}).values()})
+                keep(arguments.out, measured)
+    for seed in range(1, arguments.seeds + 1) if "overflows" in parts else ():
+        for name in names:
+            if METHODS[name].algorithm != "allreduce":
+                continue
+            seeds = overflows.setdefault(name, {})
+            if str(seed) not in seeds:
+                found = job("overflows", None, ["--methods", name, "--seed", str(seed)])
+                seeds.update({str(seed): row for row in found.get("overflows", {}).values()})
                 keep(arguments.out, measured)
     for network in networks if "times" in parts else ():
         for name in names:
@@ -358,7 +402,26 @@ def show(measured: Measured, console: Console) -> None:
         for fault, row in measured["faults"].items():
             table.add(fault, str(row["steps"]), str(row["could"]), f"{row['goodput']:.1%}")
         table.show(console)
+    if measured.get("overflows"):
+        overflow_table(measured).show(console)
     tables.goals(goals(measured)).show(console)
+
+
+def overflowed(measured: Measured) -> dict[str, tuple[float, float]]:
+    """Returns the losses without a scaler, and with one whose losses overflow, by method; medians over seeds."""
+    found = {name: list(rows.values()) for name, rows in measured.get("overflows", {}).items() if rows}
+    return {
+        name: (statistics.median(row["plain"] for row in rows), statistics.median(row["scaled"] for row in rows))
+        for name, rows in found.items()
+    }
+
+
+def overflow_table(measured: Measured) -> Table:
+    """Makes the table of losses with a scaler and overflows, and without."""
+    table = Table(["method", "loss without a scaler", f"with {OVERFLOWS} overflows", "/ without"])
+    for name, (plain, scaled) in overflowed(measured).items():
+        table.add(name, f"{plain:.3f}", f"{scaled:.3f}", f"{scaled / plain:.3f}")
+    return table
 
 
 def _written(value: float) -> str:
@@ -384,6 +447,10 @@ def goals(measured: Measured) -> list[tuple[str, str, bool]]:
             goal.append((f"{network}: utilisation at least {least:.0%}", f"{best}: {share:.1%}", share >= least))
     for fault, row in measured.get("faults", {}).items():
         goal.append((f"{DECOUPLED}, {fault}: goodput at least 90%", f"{row['goodput']:.1%}", row["goodput"] >= 0.9))
+    for name, (plain, scaled) in overflowed(measured).items():
+        goal.append(
+            (f"{name}, {OVERFLOWS} overflows: loss within 2%", f"{scaled / plain - 1:+.1%}", scaled <= 1.02 * plain)
+        )
     return goal
 
 
@@ -395,7 +462,7 @@ def parser() -> argparse.ArgumentParser:
     parser = shared.parser(NAME, __doc__)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="of %(default)s")
     parser.add_argument("--methods", default=";".join(METHODS), help="of %(default)s")
-    parser.add_argument("--parts", default=";".join(PARTS), help="of %(default)s")
+    parser.add_argument("--parts", default=USUAL, help=f"of {';'.join(PARTS)} (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="of training (%(default)s)")
     parser.add_argument("--steps", type=int, default=1024, help="of training (%(default)s)")
     parser.add_argument("--turn", type=int, default=4, help="steps that are timed, or a round (%(default)s)")

@@ -24,15 +24,27 @@ class Contestant:
         self.optimizer = optimizer
         self._own = 0.0  # seconds of forward and backward pass
 
-    def step(self, at_least: float = 0.0) -> None:
+    def step(self, at_least: float = 0.0, scaler: Any = None, overflows: bool = False) -> None:
         """Takes a step, in which it computes for so long (s), or for longer: it sleeps what forward and backward pass
-        of the step before have left of that."""
+        of the step before have left of that.
+
+        Args:
+            scaler: a `GradScaler`, which scales the loss.
+            overflows: so that it does not have the step taken.
+        """
         time.sleep(max(0.0, at_least - self._own))
         began = time.perf_counter()
         self.optimizer.zero_grad()
-        self.task.loss(self.task.model).backward()  # type: ignore[no-untyped-call]
+        loss = self.task.loss(self.task.model)
+        if scaler is not None:
+            loss = scaler.scale(loss * torch.inf if overflows else loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         self._own = time.perf_counter() - began
-        self.optimizer.step()
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
 
     def drain(self) -> None:
         """Waits until no communication is under way."""
