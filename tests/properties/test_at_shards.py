@@ -228,7 +228,17 @@ APPLIED = {
 def test_each_contribution_counts_once_whatever_ranks_wait_for(text: str) -> None:
     """By random schedules, in which ranks wait, and join, and have no gradient in some steps: what shards
     have moved by, and what is carried there, is the sum of all gradients at their rate."""
-    for seed in range(9):
+    each_counts_once(text, range(9))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", APPLIED)
+def test_each_contribution_counts_once_in_many_schedules(text: str) -> None:
+    each_counts_once(text, range(9, 600))
+
+
+def each_counts_once(text: str, seeds: range) -> None:
+    for seed in seeds:
         ranks = (4, 6, 8)[seed % 3]
         begun = np.tile(start(ranks), (ranks, 1))
         schedule = Parameters(text, seed, ranks, begun, last=2, posts=gradient)

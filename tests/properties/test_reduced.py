@@ -42,8 +42,18 @@ def close(found: Array, expected: Array, what: str) -> None:
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_each_step_is_that_of_the_reference(name: str) -> None:
     """Results and residuals, on layouts, routes and scales of the residual that the seed chooses."""
+    is_followed(name, range(2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_each_step_is_that_of_the_reference_in_many_jobs(name: str) -> None:
+    is_followed(name, range(2, 60))
+
+
+def is_followed(name: str, seeds: range) -> None:
     text = FOLLOWED[name]
-    for seed in range(2):
+    for seed in seeds:
         choose = np.random.default_rng((seed, list(FOLLOWED).index(name)))
         layout = LAYOUTS[choose.integers(len(LAYOUTS))]
         route = "gather" if name == "demo" or choose.random() < 0.5 else "owners"
@@ -81,14 +91,24 @@ HALVED, DOUBLED = [0.5] * 6, [2.0] * 10
 def test_what_is_sent_and_what_is_remembered_are_what_came_at_each_step(text: str) -> None:
     """In every bucket: result + residuals afterwards = gradients + residuals before * decay * rescale, summed over all
     nodes; with a scale that halves six times, or doubles ten times, as residuals have to be in its units."""
+    nothing_is_lost(text, range(4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", KEPT)
+def test_nothing_is_lost_in_many_jobs(text: str) -> None:
+    nothing_is_lost(text, range(4, 80))
+
+
+def nothing_is_lost(text: str, seeds: range) -> None:
     decay = getattr(codecs.parse(text), "decay", 1.0)
-    for seed in range(4):
+    for seed in seeds:
         choose = np.random.default_rng((seed, KEPT.index(text)))
         layout, route = LAYOUTS[choose.integers(len(LAYOUTS))], str(choose.choice(["gather", "owners"]))
         job = Reduced(layout, text, seed, route, op="average" if seed % 2 else "sum")
         assert encoded_share(job.buckets, text) >= LEAST_ENCODED
         scale, divisor = 1.0, job.job.size if seed % 2 else 1
-        for step, factor in enumerate([1.0, 1.0, *(HALVED if seed < 2 else DOUBLED), 1.0]):
+        for step, factor in enumerate([1.0, 1.0, *(HALVED if seed % 4 < 2 else DOUBLED), 1.0]):
             scale *= factor
             given = [[scale * part for part in of_rank] for of_rank in job.gradients(step, seed)]
             before = [total(job.residuals(bucket.index)) for bucket in job.buckets]
