@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fusion_rt import codecs, wire
-from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import SGD, Workers
 from tests.fusiond.simulation import Array
 from tests.properties.reduced import LEAST_ENCODED, encoded_share
 from tests.properties.scheduled import LAYOUTS, RATE_OF_SCHEDULES, Parameters
+from tests.reference import algorithms as published
 
 RATE, DIM = 0.05, 60
 WORLDS = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]

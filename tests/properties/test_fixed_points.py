@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from fusion_rt.core import mixing
-from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.properties.scheduled import LAYOUTS, starts
+from tests.reference import algorithms as published
 
 DIM = 12
 CODECS = ("dense", "topk(density=0.3, minimum=2)", "int4(minimum=2, rounding='random')", "onebit(minimum=2)")

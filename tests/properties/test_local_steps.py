@@ -14,10 +14,10 @@ import torch
 from fusion_rt import algorithms, wire
 from fusion_rt.core import mixing
 from fusion_rt.torch.sync import strategies
-from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 from tests.properties.scheduled import LAYOUTS
+from tests.reference import algorithms as published
 
 RATE, DIM, PERIOD = 0.05, 60, 4
 WORLDS = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]

@@ -10,10 +10,10 @@ import pytest
 
 from fusion_rt import algorithms
 from fusion_rt.core import mixing
-from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.properties.scheduled import LAYOUTS, SIZES, Parameters, spread, starts
+from tests.reference import algorithms as published
 from tests.reference import codecs as reference
 
 RATE, STEPS = 0.05, 16

@@ -35,8 +35,10 @@ STEPS = 9
 
 
 def close(found: Array, expected: Array, what: str) -> None:
-    """Equal but for the rounding of float32, of sums of which the largest values are a part."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=8e-6 * max(1, np.abs(expected).max()), err_msg=what)
+    """Equal but for the rounding of float32, of sums of which the largest values are a part; a power iteration takes
+    the rounding of each step into the next."""
+    rounding = 5e-5 if what.startswith("powersgd") else 8e-6
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding * max(1, np.abs(expected).max()), err_msg=what)
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

@@ -7,9 +7,9 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.core import mixing
-from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
+from tests.reference import algorithms as published
 
 RANKS, DIM, RATE, PERIOD = 4, 30, 0.05, 3
 OUTER_RATE, MOMENTUM = 0.6, 0.4

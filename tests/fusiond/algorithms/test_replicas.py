@@ -11,9 +11,9 @@ from fusion_rt.codecs import layout_of
 from fusion_rt.core import mixing
 from fusion_rt.core.errors import WireError
 from fusiond.shards.messages import pack, unpack
-from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
+from tests.reference import algorithms as published
 
 LAYOUTS = [[4], [2, 2], [1, 1, 1, 1], [0, 3, 1]]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusion_rt import wire
-from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
+from tests.reference import algorithms as published
 
 LAYOUTS = [[4], [2, 2], [1, 1, 1, 1], [0, 3, 1]]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -27,8 +27,8 @@ import fusion_rt.torch as hvd
 from fusion_rt.core import mixing
 from tests import forks
 from tests.faults.nemesis import wait_for_state
-from tests.fusiond.algorithms import published
 from tests.harness import Job, on_ranks
+from tests.reference import algorithms as published
 from tests.torch.training import assert_equal_on_all_ranks, assert_same, make_model, train, train_reference
 
 RANKS, BATCH, STEPS = 4, 8, 60

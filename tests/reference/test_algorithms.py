@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fusiond.algorithms.published import (
+from tests.reference.algorithms import (
     Array,
     Event,
     Gradient,
