@@ -91,7 +91,7 @@ METHODS = {
     RING: Method("allreduce"),
     "all-reduce, topk 1%": Method("allreduce", TOPK),
     "D-PSGD ring": Method("dpsgd(topology='ring')"),
-    "CHOCO-SGD ring, topk 1%": Method("choco(topology='ring', gamma=0.4)", TOPK),
+    "CHOCO-SGD ring, topk 1%": Method("choco(topology='ring')", TOPK),
     ADPSGD: Method("adpsgd(topology='ring')", turn=8, free=True),
     "SGP one-peer": Method("sgp(topology='one-peer-exponential')"),
     "local SGD": Method(f"local_sgd(steps={PERIOD})", turn=PERIOD),

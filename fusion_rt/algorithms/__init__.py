@@ -101,12 +101,13 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
         raise AlgorithmError(
             f"the codec {codec} {codec.only_all_reduced}, which {algorithm} does not; use topk, for example"
         )
-    if algorithm.encodes:
-        if not codec.stateful:
+    if algorithm.selects:
+        if codec.lossless:
             raise AlgorithmError(
                 f"{algorithm.name} sends a codec's selection of a difference, and {codec} selects nothing; use the "
                 "codec topk, or the algorithm dpsgd"
             )
+        algorithm.check_codec(codec, ranks)
     elif codec.stateful and algorithm.signal in (Signal.PARAMETER, Signal.CONSENSUS):
         raise AlgorithmError(
             f"{algorithm} sends parameters, and the codec {codec} would leave out most of them; use the codec fp16 "

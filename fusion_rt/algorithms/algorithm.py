@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from fusion_rt.codecs import Codec
 from fusion_rt.core import spec_parser
 from fusion_rt.core.errors import FusionError
 
@@ -60,7 +61,7 @@ class Algorithm(ABC):
         place: where the home of a bucket is.
         synchronous: every rank waits for every rank in each exchange.
         anywhere: workers may be anywhere, so that a node's share of the homes is what its link carries.
-        encodes: homes encode themselves what they send, also to homes on the same node.
+        selects: what is sent of a difference is what a codec that takes something away makes of it.
         waits_for_answers: a worker waits for an answer that is due; else it takes it when it is there, and posts
             nothing more of that bucket until then.
         is_replicable: shards change by `fusiond.algorithms.HomeAlgorithm.change` alone: who begins with the same, and
@@ -76,7 +77,7 @@ class Algorithm(ABC):
     place: ClassVar[Place] = Place.SHARD
     synchronous: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False
-    encodes: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
     waits_for_answers: ClassVar[bool] = True
     is_replicable: ClassVar[bool] = False
 
@@ -99,6 +100,12 @@ class Algorithm(ABC):
     def at_shards(self) -> bool:
         """Says whether each parameter has a home, on one of the nodes."""
         return self.place is Place.SHARD
+
+    @cached_property
+    def encodes(self) -> bool:
+        """Says whether homes encode what they send themselves, also to homes on the same node, since they count with
+        what a codec has made of it."""
+        return self.at_homes and self.signal in (Signal.PARAMETER, Signal.CONSENSUS)
 
     @cached_property
     def steps_at_home(self) -> bool:
@@ -173,6 +180,10 @@ class Algorithm(ABC):
     def check(self, ranks: int) -> None:
         """Raises `AlgorithmError`, or `MixingError`, when so many ranks cannot do this."""
         del ranks
+
+    def check_codec(self, codec: Codec, ranks: int) -> None:
+        """Raises `AlgorithmError` when so many ranks cannot do this with what a codec leaves of a difference."""
+        del codec, ranks
 
     def implementation(self) -> Any:
         """Returns the class that does it in the daemon, a subclass of `fusiond.algorithms.HomeAlgorithm`; it is called

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Apply, Place, Signal, positive
+from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Apply, Place, Signal, not_negative
 from fusion_rt.algorithms.outer_steps import OuterSteps
+from fusion_rt.codecs import Codec
 from fusion_rt.core import mixing
 
 
@@ -60,20 +61,49 @@ class SGP(_Gossip):
 @dataclass(frozen=True)
 class Choco(_Gossip):
     """CHOCO-SGD (Koloskova et al., arXiv 1902.00340, algorithm 2): neighbours get the encoded difference to their copy;
-    `gamma` is the step towards their mean."""
+    `gamma` is the step towards their mean; 0 stands for what suits the codec and the graph (`step`)."""
 
     name = "choco"
-    encodes = True
-    gamma: float = 0.5
+    selects = True
+    gamma: float = 0.0
 
     def __post_init__(self) -> None:
-        positive(self, "gamma")
+        not_negative(self, "gamma")
 
     def check(self, ranks: int) -> None:
         graph = mixing.parse(self.topology, ranks)
         mixing.check_dpsgd(graph)
         if graph.period != 1:
             raise AlgorithmError(f"{self} needs a graph that stays as it is, which {self.topology} does not")
+        mixing.check_symmetric(graph, "CHOCO-SGD")
+
+    def check_codec(self, codec: Codec, ranks: int) -> None:
+        contraction = codec.contraction()
+        if not contraction > 0:
+            raise AlgorithmError(
+                f"{self} needs a codec of which every message takes away a share of the difference, and {codec} does "
+                "not say that it does; use the codec topk, for example, or the algorithm dpsgd"
+            )
+        most = 2 * self.step(contraction, ranks)
+        if self.gamma > most:
+            raise AlgorithmError(
+                f"gamma={self.gamma:.6g} of choco is too much for the codec {codec} on the topology {self.topology} of "
+                f"{ranks} ranks, where ranks can move apart from {most:.3g} on; leave gamma out, which gives "
+                f"{most / 2:.3g}, or use a codec that sends more"
+            )
+
+    def step(self, contraction: float, ranks: int) -> float:
+        """Returns the gamma that suits a codec: contraction / |I - W|_2.
+
+        The copies follow the parameters as if each was told anew every 1 / contraction steps. Between two such times a
+        rank moves by gamma / contraction x |I - W|_2 for each unit that it is apart from others: with 1 it just gets
+        there, and from 2 on it overshoots by more than it was apart. Theorem 2 of arXiv 1902.00340 proves convergence
+        for any codec and any start with a gamma that is smaller by a factor of about 16 / gap^2.
+
+        Args:
+            contraction: see `Codec.contraction`.
+        """
+        return contraction / (mixing.parse(self.topology, ranks).beta or 1.0)
 
 
 @dataclass(frozen=True)
@@ -98,7 +128,9 @@ class NoLoCo(OuterSteps, _Gossip):
             )
 
     def check(self, ranks: int) -> None:
-        mixing.check_dpsgd(mixing.parse(self.topology, ranks))
+        graph = mixing.parse(self.topology, ranks)
+        mixing.check_dpsgd(graph)
+        mixing.check_symmetric(graph, "NoLoCo")
 
     @cached_property
     def lag(self) -> int:

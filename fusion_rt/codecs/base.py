@@ -160,6 +160,12 @@ class Codec(ABC):
         """About how many of the elements a contribution has, above 0 and at most 1."""
         return 1.0
 
+    def contraction(self) -> float:
+        """Returns the share d of a vector's squared norm that a message without memory takes away at least (by a codec
+        that draws: on average), of the tensors that are not sent whole: |x - Q(x)|^2 <= (1 - d) |x|^2 (Koloskova et
+        al., arXiv 1902.00340, assumption 1). 0 where there is none, or it is not known."""
+        return 1.0 if self.lossless else 0.0
+
     def has_momentum(self) -> bool:
         """Says whether it applies a momentum to gradients, so that the optimizer should have none."""
         return False
@@ -293,6 +299,10 @@ class BucketCodec(ABC):
         self._exchanges += 1
         self._packed_nbytes += nbytes
         self._dense_nbytes += dense_nbytes
+
+    def contractions(self) -> list[tuple[int, int, float]]:
+        """Returns ranges of elements, ascending, with the `Codec.contraction` of each: 1 of what is sent whole."""
+        return [(0, self.layout.elements, self.codec.contraction())]
 
     def statistics(self) -> dict[str, float]:
         """Returns what it has counted, as sums over all exchanges: `packed_nbytes` that were sent to other nodes and

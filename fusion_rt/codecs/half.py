@@ -49,6 +49,9 @@ class _Half(Codec):
     def applies_to(self, dtype: DType) -> bool:
         return dtype.is_floating and not dtype.is_half
 
+    def contraction(self) -> float:
+        return 1.0  # but for 2**-18, the square of half a unit in the last place of bf16
+
 
 @dataclass(frozen=True)
 class Fp16(_Half):

@@ -12,7 +12,9 @@ numbers leave none for it, the block arrives as NaN, and its finite elements sta
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -52,6 +54,7 @@ class Integers(Quantising):
     """
 
     bucket = IntegersBucket
+    largest: ClassVar[int]
 
     rounding: str = "nearest"
     seed: int = 0
@@ -62,6 +65,14 @@ class Integers(Quantising):
             raise CodecError(f'the codec {self.name} rounds to "nearest" or at "random", not {self.rounding!r}')
         check_seed(self.seed, self.name)
 
+    def contraction(self) -> float:
+        """Returns the share that is taken away of the worst block: one element is the largest, and the others are
+        halfway between 0 and 1; or, rounded at random, where between these most is left of them on average."""
+        others = (self.block - 1) / self.largest**2
+        if self.rounding == "nearest":
+            return 1 / (1 + others / 4)
+        return max(0.0, 1 - (math.sqrt(1 + others) - 1) / 2)
+
 
 @dataclass(frozen=True)
 class Int8(Integers):
@@ -69,6 +80,7 @@ class Int8(Integers):
 
     name = "int8"
     quantiser = INT8
+    largest = 127
 
     rounding: str = "random"
 
@@ -79,6 +91,7 @@ class Int4(Integers):
 
     name = "int4"
     quantiser = INT4
+    largest = 7
 
 
 @dataclass(frozen=True)
@@ -88,3 +101,6 @@ class Int2(Integers):
     name = "int2"
     bucket = Int2Bucket
     quantiser = INT2
+
+    def contraction(self) -> float:
+        return 3 / self.block if self.rounding == "nearest" else 0.0  # most is left of a block with one element

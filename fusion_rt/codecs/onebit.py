@@ -32,3 +32,6 @@ class OneBit(Quantising):
     quantiser = ONEBIT
 
     block: int = 1024
+
+    def contraction(self) -> float:
+        return 1 / self.block  # of a block with one element that is not zero

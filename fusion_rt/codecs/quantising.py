@@ -134,6 +134,10 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
     def encoded_elements(self) -> int:
         return self.quantised.size
 
+    def contractions(self) -> list[tuple[int, int, float]]:
+        found = [(low, high, self.codec.contraction()) for low, high in self.quantised.ranges]
+        return sorted([*found, *((low, high, 1.0) for low, high in self.dense.ranges)])
+
     # As a part of an exchange in which owners sum.
 
     def contribute(self, values: Array) -> Quantised:

@@ -110,6 +110,11 @@ class Selecting(FeedbackCodec):
     def share(self) -> float:
         return self.density
 
+    def contraction(self) -> float:
+        if self.clip:  # of a vector of any length, no more than that is sent
+            return 0.0
+        return self.rules.least_density() * FORMATS[self.value].contraction
+
     @property
     def selects_in_workers(self) -> bool:
         return self.takes_largest and self.decay == 1.0  # as far as kernels on GPUs know
@@ -166,6 +171,14 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
     @property
     def encoded_elements(self) -> int:
         return self.sparse.size
+
+    def contractions(self) -> list[tuple[int, int, float]]:
+        found = [(low, high, 1.0) for low, high in self.dense.ranges]
+        for group in self._groups:
+            density = sum(numel * density for numel, density in group.shares) / group.size
+            share = 0.0 if self.codec.clip else density * self._format.contraction
+            found += [(low, high, share) for low, high in group.ranges]
+        return sorted(found)
 
     # What a step is made of.
 

@@ -114,6 +114,10 @@ class TensorRules:
         patterns = [pattern.strip() for pattern in self.exclude.split(",")]
         return span.numel < self.minimum or any(fnmatchcase(span.name, pattern) for pattern in patterns if pattern)
 
+    def least_density(self) -> float:
+        """Returns the least density of any tensor that is selected from."""
+        return min(density for _, density in [("", self.density), *self._named_densities()])
+
     def _density(self, span: Span) -> float:
         fitting = (density for pattern, density in self._named_densities() if fnmatchcase(span.name, pattern))
         return next(fitting, self.density)

@@ -35,6 +35,9 @@ class ValueFormat(ABC):
     code: ClassVar[int]
     """On the wire."""
 
+    contraction: ClassVar[float] = 1.0
+    """The share of the values' squared norm that arrives at least (`Codec.contraction`)."""
+
     half: ClassVar[DType | None] = None
     """Type that values are converted to, if any."""
 
@@ -253,6 +256,7 @@ class Int2Values(BlockValues):
     """
 
     code, bits = 5, 2
+    contraction = 0.0  # what is far below the largest of its block arrives too large
     _ZERO, _LEAST, _MOST, _MISSING = -128, -127, 126, 127
 
     def _integers(self, values: Array, phase: int) -> tuple[Array, Array]:

@@ -125,6 +125,12 @@ class Mixing:
         return self._gap
 
     @cached_property
+    def beta(self) -> float:
+        """|I - W|_2, the most by which a step moves ranks for each unit that they are apart; the largest of all clocks,
+        from 0 (one rank) to 2."""
+        return max(float(np.linalg.norm(np.eye(self.ranks) - self.matrix(clock), 2)) for clock in range(self.period))
+
+    @cached_property
     def _gap(self) -> float:
         if self.ranks == 1:
             return 1.0
@@ -200,6 +206,24 @@ def check_dpsgd(mixing: Mixing) -> None:
     """
     for axis in (1, 0):
         _check_sums(mixing, axis, "D-PSGD", "use a doubly stochastic graph, such as 'ring' or 'exponential'")
+
+
+def check_symmetric(mixing: Mixing, algorithm: str) -> None:
+    """Checks that what two ranks take from each other has the same weight at every clock.
+
+    Raises:
+        MixingError: it has not.
+    """
+    for clock in range(mixing.period):
+        weights = mixing.matrix(clock)
+        receiver, sender = np.unravel_index(int(np.argmax(np.abs(weights - weights.T))), weights.shape)
+        there, back = weights[receiver, sender], weights[sender, receiver]
+        if abs(there - back) > TOLERANCE:
+            raise MixingError(
+                f"{algorithm} cannot use the mixing graph {mixing.text!r}, which is not symmetric: rank {receiver} "
+                f"takes {there:.6g} of rank {sender}, and that takes {back:.6g} of it; use a symmetric graph, such as "
+                "'ring', 'torus' or 'random-pairs', or the algorithm sgp, which is for directed ones"
+            )
 
 
 def check_push_sum(mixing: Mixing) -> None:

@@ -137,8 +137,9 @@ def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> Non
     barrier()
     for sync in chosen:
         if sync.when.local and not sync.options.algorithm.at_shards:
-            parameters = (slot.parameter.detach() for slot in sync.slots)
-            _average(parameters, sync.options.process_set, counts=not sync.when.behind)
+            parameters = [slot.parameter.detach() for slot in sync.slots]
+            counts, weights = not sync.when.behind, sync.when.weights()
+            _average(parameters, sync.options.process_set, counts=counts, weights=weights)
         elif not sync.when.local and sync.when.leader is not None:
             _copy_from(sync.when.leader, sync)
     if model is not None:
@@ -217,18 +218,24 @@ def _average(
     ranks: ProcessSet = global_process_set,
     name: str = "average of parameters",
     counts: bool = True,
+    weights: Sequence[float] = (),
 ) -> None:
     """Replaces tensors by their means over the ranks that have them, but those that have joined.
 
     Args:
         name: of what is done, in warnings and traces.
         counts: this rank's are a part of the means.
+        weights: how much this rank counts in each mean; by default all ranks count alike.
     """
     if not takes_part(ranks):
         return
     found = list(tensors)
     if not counts:
         torch._foreach_zero_(found)
+    if weights:
+        torch._foreach_mul_(found, list(weights))
+        mine = torch.tensor(weights, dtype=torch.float64)
+        means = allreduce(mine, name=f"{name}: weights", op=Average, process_set=ranks)
     for dtype in dict.fromkeys(tensor.dtype for tensor in found):
         alike = [tensor for tensor in found if tensor.dtype == dtype]
         grouped_allreduce_(alike, name=f"{name}, {dtype_name(dtype)}", op=Average, process_set=ranks)
@@ -236,3 +243,5 @@ def _average(
     share = (ranks.size() or 1) / float(taking_part)
     if share != 1.0:
         torch._foreach_mul_(found, share)
+    if weights:
+        torch._foreach_div_(found, (means * share).tolist())

@@ -35,7 +35,7 @@ from fusion_rt.torch.sync.parameters import (
     names_of,
     optimizer_spec,
 )
-from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
+from fusion_rt.torch.sync.strategies import Differences, OuterStep, strategies
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import When
 from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, rewrap, wrap
@@ -141,7 +141,7 @@ def DistributedOptimizer(
         reduction = wire.Reduction(
             "average", codec=chosen, algorithm=str(spec), optimizer=shard, packages=reduction.packages
         )
-        options = Options(reduction, process_set, posted(spec), applied(spec), sparse_as_dense=True)
+        options = Options(reduction, process_set, *strategies(spec, codecs.parse(chosen)), sparse_as_dense=True)
         make = _chosen(AtHomes if spec.steps_at_home else LocalSteps, backward_passes_per_step)
     elif op == Adasum and here.size > 1:
         if process_set != global_process_set:
@@ -201,7 +201,8 @@ def _with_local_steps(options: Options, make: Callable[[Synchroniser], When]) ->
         codec = spec.codec or "dense"
         packages = algorithms.packages(spec, codecs.parse(codec))
         reduction = wire.Reduction("average", codec=codec, algorithm=text, packages=packages)
-        local = replace(again, reduction=reduction, posted=posted(spec), applied=applied(spec), sparse_as_dense=True)
+        posted, applied = strategies(spec, codecs.parse(codec))
+        local = replace(again, reduction=reduction, posted=posted, applied=applied, sparse_as_dense=True)
         rewrap(wrapped, local, _chosen(LocalSteps, wrapped.backward_passes_per_step))
 
     known = replace(options, go_on=go_on)

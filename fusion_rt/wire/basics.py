@@ -24,6 +24,8 @@ MAX_PATH = 4096  # characters
 GROUPS = 1 << 40  # ids of process sets from here on are groups, which only their members know
 EPOCHS_OF_A_FORMATION = 1 << 20  # see `first_epoch`
 CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank contributes to homes between two joins
+WEIGHT_OF_ONE = 1 << 36
+WEIGHT_UNIT = 1 / WEIGHT_OF_ONE  # of a push-sum weight, which is up to 4096 then
 CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: a late message of the one before is known by its clock
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]

@@ -9,7 +9,9 @@ import msgspec
 from fusion_rt.wire.basics import MAX_RANKS, Count, PostKind, Rank, Rates
 from fusion_rt.wire.operations import OpKey, Signature
 
-PieceKind: TypeAlias = PostKind | Literal["answer", "refused", "mix", "mean", "pass", "want", "told", "image", "update"]
+PieceKind: TypeAlias = (
+    PostKind | Literal["answer", "refused", "mix", "whole", "mean", "pass", "want", "told", "image", "update"]
+)
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
@@ -70,10 +72,11 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
         plan, bucket: which bucket.
         kind: what the message is: a worker's contribution (`post`), or its question what the home has (`ask`), what a
             home begins with (`seed`) or goes on with (`reseed`), what a worker has (`has`), a home's answer to a worker
-            (`answer`, or `refused` with a sentence), or what one rank's home tells another's (`mix`, `mean`; `pass`: it
-            has nothing to mix at this clock; `want`: it is at this clock and waits for the other), or the home of the
-            first bucket those of the others (`told`: int64 numbers), or a shard its mirror on another node (`image`:
-            all that it has, as named arrays; `update`: a gradient that it has applied, as it is).
+            (`answer`, or `refused` with a sentence), or what one rank's home tells another's (`mix`; `whole`: the same,
+            and no codec was applied; `mean`: the way from the receiver to the mean of both; `pass`: it has nothing to
+            mix at this clock; `want`: it is at this clock and waits for the other), or the home of the first bucket
+            those of the others (`told`: int64 numbers), or a shard its mirror on another node (`image`: all that it
+            has, as named arrays; `update`: a gradient that it has applied, as it is).
         home: the rank whose home it concerns; -1: the only one that the bucket has.
         rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
         clock: the worker's, of the contribution; to a mirror, the number of the message, from 1 on.

@@ -388,7 +388,8 @@ class Done(msgspec.Struct, tag="done", array_like=True):
 
     `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits); for a join, the
     last rank that joined; for a new process set, its id; for a message, the rank that sent it and its bytes; from a
-    bucket's home, 1 where the result is to be added to what the worker has, 0 where it replaces it.
+    bucket's home, 1 where the result is to be added to what the worker has, 0 where it replaces it, and, where that is
+    not 1, how much what the worker has then counts in a mean of all ranks, in units of `WEIGHT_UNIT`.
     `nbytes`: length of the attached memfd, 0 when there is none.
     """
 

@@ -95,8 +95,9 @@ class Parameters(Schedule):
         return memory[: self.elements]
 
     def begin(self, trainings: Sequence[Training]) -> None:
-        for bucket in range(BUCKETS):
-            self.place(0, trainings[0], bucket)[:] = self.x[0][self._part(bucket)]
+        for rank, training in enumerate(trainings):
+            for bucket in range(BUCKETS):
+                self.place(rank, training, bucket)[:] = self.x[rank][self._part(bucket)]
 
     def fill(self, rank: int, training: Training, bucket: int, samples: int) -> None:
         if not training.order:  # of all buckets at once, as a script has them
@@ -107,7 +108,7 @@ class Parameters(Schedule):
     def take(self, rank: int, training: Training, bucket: int, message: wire.DaemonMessage) -> None:
         assert isinstance(message, wire.Done)
         part = self._part(bucket)
-        added = message.sizes == (1,)
+        added = message.sizes[:1] == (1,)
         self.x[rank][part] = self.place(rank, training, bucket) + (self.x[rank][part] if added else 0)
 
     def ask(self) -> None:

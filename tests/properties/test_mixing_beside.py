@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,7 @@ def test_ranks_come_together_as_fast_as_the_gap_of_the_graph_promises(ranks: int
         np.testing.assert_allclose(np.mean(workers.x, axis=0), mean, rtol=0, atol=1e-12)
 
 
-GAMMA = {"topk": 0.1, "int4": 0.3, "int2": 0.2, "onebit": 0.1}
+GAMMA = {"topk": 0.1, "int4": 0.3, "int2": 0.015, "onebit": 0.001}
 SENDERS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "topk": ("topk(density=0.2, minimum=0, value='fp32')", lambda v: reference.topk(v, [(0, len(v))], len(v) // 5)),
     "int4": ("int4(minimum=0)", lambda v: reference.integers(v, [(0, len(v))], 4, 256)),
@@ -108,7 +108,7 @@ SENDERS: dict[str, tuple[str, Callable[[Array], Array]]] = {
 def test_choco_is_that_of_the_reference_with_codecs_of_the_reference(name: str) -> None:
     """With gradients; each of the two buckets is encoded by itself."""
     codec, send = SENDERS[name]
-    for ranks, graph in [(4, "ring"), (6, "torus"), (8, "hypercube"), (8, "exponential")]:
+    for ranks, graph in [(4, "ring"), (6, "torus"), (8, "hypercube"), (8, "complete")]:
         problem = published.quadratic(ranks, 60, seed=3)
         begun = starts(1, 4, np.float32, elements=30)[0]
         workers = Workers(
@@ -116,7 +116,11 @@ def test_choco_is_that_of_the_reference_with_codecs_of_the_reference(name: str) 
         )
         buckets = [[workers.span_of(t.name) for t in bucket.tensors] for bucket in workers.plan.buckets]
 
-        def quantise(difference: Array, buckets: list[list[slice]] = buckets) -> Array:
+        whole = iter(range(ranks))  # the first message of each rank
+
+        def quantise(difference: Array, buckets: list[list[slice]] = buckets, whole: Iterator[int] = whole) -> Array:
+            if next(whole, None) is not None:
+                return difference
             sent = np.zeros_like(difference)
             for spans in buckets:
                 parts = [np.arange(span.start, span.stop) for span in spans]  # blocks begin anew with each tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_rt import algorithms as chosen
+from fusion_rt.core import mixing
 from fusiond.algorithms import decoupled, elastic, gossip, pairwise, partial, shards
 from fusiond.algorithms.allreduce import AllReduce
 from fusiond.algorithms.exchange import Algorithm
@@ -26,11 +27,11 @@ _AT_HOMES: dict[type[chosen.Algorithm], type[HomeAlgorithm[Any]]] = {
     chosen.Partial: partial.Partial,
     chosen.EASGD: elastic.EASGD,
     chosen.EAWild: elastic.EAWild,
-    chosen.DPSGD: gossip.DPSGD,
-    chosen.SGP: gossip.SGP,
+    chosen.DPSGD: gossip.Averaging,
+    chosen.SGP: gossip.PushSum,
     chosen.Choco: gossip.Choco,
     chosen.ADPSGD: pairwise.ADPSGD,
-    chosen.NoLoCo: gossip.DPSGD,
+    chosen.NoLoCo: gossip.Averaging,
     chosen.Decoupled: decoupled.Decoupled,
 }
 
@@ -47,6 +48,8 @@ def make(text: str, ranks: int) -> Algorithm | HomeAlgorithm[Any]:
         return AllReduce()
     if isinstance(spec, chosen.EASGD) and spec.synchronous_home:
         return elastic.SynchronousEASGD(spec, ranks)
+    if isinstance(spec, chosen.DPSGD) and not mixing.parse(spec.topology, ranks).symmetric:
+        return gossip.PushSum(spec, ranks)
     built_in = _AT_HOMES.get(type(spec))
     if built_in is not None:
         return built_in(spec, ranks)

@@ -9,20 +9,22 @@ import numpy as np
 
 from fusion_rt import algorithms
 from fusion_rt.core import mixing
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Spec, Step
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Spec, Step, begin_anew
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 
 _BEGIN: Array = np.zeros(1, np.int64)
 _NOTHING = memoryview(b"")
+_COPY = "x_hat/"
+_Parts = list[tuple[Contribution, float]]  # of neighbours, with their weights
 
 
 class Gossip(HomeAlgorithm[Spec]):
     """Each home sends what its worker posts to its neighbours' homes, and mixes when all parts of a clock are there.
 
-    Of a rank that has left, its share of the weights goes to the rank itself. A rank that waits in another operation
-    *passes* the clocks at which neighbours wait for it: its home does then what has to be done for the mean of all
-    ranks to stay. `scratch`: the clock to be mixed next.
+    Whoever waits, joins or leaves, the mean of all that take part stays: a rank gives away what its neighbours get, as
+    they get it. One that has left or joined is left out. One that waits in another operation *passes* the clocks at
+    which neighbours wait for it: its home does then what has to be done. `scratch`: the clock to be mixed next.
     """
 
     waits = True
@@ -33,7 +35,8 @@ class Gossip(HomeAlgorithm[Spec]):
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         if part.kind != "post" and part.clock < home.scratch.get("clock", _BEGIN)[0]:
-            return  # of a rank that was taken for gone: nobody waits for it any more
+            self.late(home, part)
+            return
         home.slots.setdefault(part.clock, {})[part.rank] = part
         if part.rank == home.rank:
             receivers = [rank for rank, _ in self.graph.outgoing(home.rank, part.clock) if rank in home.present]
@@ -49,6 +52,12 @@ class Gossip(HomeAlgorithm[Spec]):
     def without(self, home: Home, rank: int) -> Iterator[Step]:
         del rank
         yield from self._mix(home)
+
+    def reseeded(self, home: Home) -> None:
+        begin_anew(self, home)
+
+    def asked(self, home: Home, part: Contribution) -> Answer:
+        return Answer(part, np.zeros(home.elements, home.dtype.storage), added=True)
 
     def awaited(self, home: Home) -> list[int]:
         clock = next((clock for clock in sorted(home.slots) if home.rank in home.slots[clock]), None)
@@ -67,135 +76,203 @@ class Gossip(HomeAlgorithm[Spec]):
             incoming = self._incoming(home, clock)
             if home.rank in slot and all(rank in slot for rank, _ in incoming):
                 home.scratch["clock"] = np.array([clock + 1])
-                for late in [number for number in home.slots if number <= clock]:
-                    del home.slots[late]
+                for early in sorted(number for number in home.slots if number < clock):  # of before a join
+                    for part in home.slots.pop(early).values():
+                        self.late(home, part)
+                del home.slots[clock]
                 own = slot.pop(home.rank)
-                parts = [(slot[rank], weight) for rank, weight in incoming if slot[rank].kind == "mix"]
+                parts = [(slot[rank], weight) for rank, weight in incoming if slot[rank].kind in ("mix", "whole")]
                 if own.kind == "post":
+                    home.version += 1
                     yield self.mixed(home, own, parts)
                 else:
-                    self.passed(home, clock, parts)
+                    self.passed(home, parts)
                     yield Passed(own)
             elif home.rank in slot:
                 return  # one clock after the other
 
-    def own_weight(self, home: Home, parts: list[tuple[Contribution, float]]) -> float:
-        """Returns the weight of the rank itself: the rest up to 1."""
-        return 1.0 - sum(weight for _, weight in parts)
-
+    @abstractmethod
     def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        """Returns the message to the neighbours."""
-        del home
-        return Send(receivers, "mix", part.values, part.clock)
+        """Returns the message to the neighbours with what the worker has posted."""
 
     @abstractmethod
-    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
-        """Returns the answer to the worker; `parts`: those of its neighbours, with their weights."""
+    def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
+        """Returns the answer to the worker; `parts`: those of its neighbours."""
+
+    @abstractmethod
+    def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
+        """Returns the message to the neighbours when this rank passes."""
+
+    @abstractmethod
+    def passed(self, home: Home, parts: _Parts) -> None:
+        """This rank has passed a clock, at which its neighbours have sent these parts."""
+
+    def late(self, home: Home, part: Contribution) -> None:
+        """A part has come, or is left over, for a clock that is over: its sender, or this rank, was taken for gone."""
+        del home, part
+
+
+class Averaging(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
+    """x_i + sum_j W_ij (x_j - x_i) with a symmetric W, of which the worker gets the change, as it has taken a step
+    meanwhile (arXiv 1705.09056, algorithm 1).
+
+    What i gives j is what j gives i, but for the sign. So an edge may be left out at any clock, if both do: a rank that
+    passes sends an empty message, and takes nothing. Homes keep nothing. With a codec, x are what it makes of them:
+    `scratch` has the rank's own, `told`, until they are mixed.
+    """
+
+    keeps_value = False
+
+    def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
+        payload, told = home.tell(part.values)
+        if payload is not None:
+            home.scratch["told"] = told
+        return Send(receivers, "mix", told, part.clock, payload=payload)
+
+    def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
+        kind = home.dtype.storage.type
+        told = home.scratch.pop("told", own.values)
+        total: Array = told * kind(1.0 - sum(weight for _, weight in parts))
+        for part, weight in parts:
+            total += kind(weight) * part.values
+        total -= told
+        return Answer(own, total, added=True)
 
     def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        """Returns the message to the neighbours when this rank passes: empty, so that each keeps this rank's share."""
         del home
         return Send(receivers, "pass", part.values, part.clock, payload=_NOTHING)
 
-    def passed(self, home: Home, clock: int, parts: list[tuple[Contribution, float]]) -> None:
-        """This rank has passed a clock, at which its neighbours have sent these parts."""
+    def passed(self, home: Home, parts: _Parts) -> None:
+        del home, parts
 
 
-class DPSGD(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
-    """x_i + (sum_j W_ij x_j - x_i), of which the worker gets the change, as it has taken a step meanwhile (arXiv
-    1705.09056, algorithm 1)."""
-
-    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
-        kind = home.dtype.storage.type
-        total: Array = own.values * kind(self.own_weight(home, parts))
-        for part, weight in parts:
-            total += kind(weight) * part.values
-        total -= own.values
-        home.version += 1
-        return Answer(own, total, added=True)
-
-
-class SGP(Gossip[algorithms.SGP]):
+class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
     """x and omega are pushed, and the worker has z = x / omega (arXiv 1811.10792, algorithm 1).
 
-    `aux`: x and z as of the last mixing, and omega; the worker's own steps are what its z has changed by since. A rank
-    that passes pushes and takes as any other, for else all of the others' weight would flow to it, and leaves the
-    worker's z as it was. `early`: the weight that has come before the worker's first x.
+    The sums of x and of omega, over all homes and messages, stay as they are: what a rank sends leaves its own at once,
+    and what comes is added, however late. That needs no agreement of ranks on who is there, and no matrix of which the
+    rows sum to 1. Where they do, and all ranks take part, omega is 1, and the rule is that of D-PSGD.
+
+    `value`: x. `aux`: omega; and z as the worker has it, if its rank has passed clocks since it was answered. The
+    worker's own steps are what its z has changed by since. A rank that passes pushes and takes as any other, for else
+    all of the others' weight would flow to it, and leaves the worker's z as it was.
     """
 
-    def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        x: Array = home.copy(part.values)
-        if "x" in home.aux:
-            x += home.aux["x"] - home.aux.get("z", home.dtype.storage.type(0))
-        home.aux["x"] = x
-        omega = home.aux.setdefault("omega", 1 + home.aux.pop("early", np.zeros(1)))
-        return Send(receivers, "mix", x, part.clock, float(omega[0]))
+    def begun(self, home: Home) -> None:
+        home.aux["omega"] = np.ones(1)
 
-    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
-        self.passed(home, own.clock, parts)
-        z: Array = home.aux["x"] / home.dtype.storage.type(home.aux["omega"][0])
-        home.aux["z"] = z
-        home.version += 1
-        return Answer(own, z - own.values, added=True)
+    def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
+        assert home.value is not None
+        known = home.aux.pop("z", None)  # to its worker
+        home.value = part.values + (home.value - (_z(home) if known is None else known))
+        return self._push(home, part.clock, receivers)
 
     def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        if "omega" not in home.aux:
-            return super().passing(home, part, receivers)
-        return Send(receivers, "mix", home.aux["x"], part.clock, float(home.aux["omega"][0]))
+        if "z" not in home.aux:
+            home.aux["z"] = _z(home)
+        return self._push(home, part.clock, receivers)
 
-    def passed(self, home: Home, clock: int, parts: list[tuple[Contribution, float]]) -> None:
-        kind, aux = home.dtype.storage.type, home.aux
-        name = "omega" if "omega" in aux else "early"  # its worker has not posted yet: it has nothing to push
-        kept = self.kept(home, clock) if name == "omega" else 1.0
-        x: Array = aux["x"] * kind(kept) if "x" in aux else np.zeros(home.elements, home.dtype.storage)
-        omega: Array = aux[name] * kept if name in aux else np.zeros(1)
+    def _push(self, home: Home, clock: int, receivers: list[int]) -> Send:
+        """Sends x and omega, and takes away what receivers will add."""
+        assert home.value is not None
+        share = sum(weight for rank, weight in self.graph.outgoing(home.rank, clock) if rank in receivers)
+        omega = float(home.aux["omega"][0])
+        payload, told = home.tell(home.copy(home.value))
+        home.value -= told * home.dtype.storage.type(share)
+        home.aux["omega"][0] = omega * (1.0 - share)
+        return Send(receivers, "mix", told, clock, omega, payload)
+
+    def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
+        self.passed(home, parts)
+        home.aux.pop("z", None)
+        return Answer(own, _z(home) - own.values, added=True, weight=float(home.aux["omega"][0]))
+
+    def passed(self, home: Home, parts: _Parts) -> None:
         for part, weight in parts:
-            x += kind(weight) * part.values
-            omega += weight * part.weight
-        aux.update({"x": x, name: omega})
+            self._take(home, part, weight)
 
-    def kept(self, home: Home, clock: int) -> float:
-        """Returns the share of its own that a rank keeps: all that it does not push to anybody who is there."""
-        return 1.0 - sum(weight for rank, weight in self.graph.outgoing(home.rank, clock) if rank in home.present)
+    def late(self, home: Home, part: Contribution) -> None:
+        if part.kind == "mix":
+            weight = dict(self.graph.incoming(home.rank, part.clock)).get(part.rank, 0.0)
+            if "z" not in home.aux:
+                home.aux["z"] = _z(home)
+            self._take(home, part, weight)
+
+    def _take(self, home: Home, part: Contribution, weight: float) -> None:
+        assert home.value is not None
+        home.value += home.dtype.storage.type(weight) * part.values
+        home.aux["omega"][0] += weight * part.weight
+
+    def asked(self, home: Home, part: Contribution) -> Answer:
+        z = _z(home)
+        return Answer(part, z - home.aux.get("z", z), added=True, weight=float(home.aux["omega"][0]))
+
+
+def _z(home: Home) -> Array:
+    """Returns x / omega."""
+    assert home.value is not None
+    z: Array = home.value / home.dtype.storage.type(home.aux["omega"][0])
+    return z
 
 
 class Choco(Gossip[algorithms.Choco]):
-    """Neighbours get Q(x_i - x^_i), and the worker gamma (sum_j w_ij x^_j - x^_i) (arXiv 1902.00340, algorithm 2).
+    """Neighbours get Q(x_i - x^_i), and the worker gamma sum_j w_ij (x^_j - x^_i) (arXiv 1902.00340, algorithm 2), with
+    a gamma of its own for each range of elements that the codec treats alike.
 
-    `aux`: x^_i, and the weighted sum of the neighbours' x^_j, whatever their number; what a rank that has left said
-    last stays in it; and x_i as of the last mixing. A rank that passes takes part with that, and `owed` is what its
-    worker has not got of the changes.
+    The first message of a home has all of x_i, which becomes x^_i, and so has the first one after a join: neighbours
+    have the copy that the rank itself has, whatever they have heard before. Each neighbour's is kept by itself (the
+    paper's code keeps their weighted sum), so that nothing stays of a rank that is left out.
+
+    `value`: x_i as of the last mixing. `aux`: x^ of the rank and of each neighbour, by rank; and `owed`, what its
+    worker has not got of the changes. A rank that passes takes part with x_i.
     """
 
+    def returned(self, home: Home) -> None:
+        home.aux = {key: value for key, value in home.aux.items() if not key.startswith(_COPY)}
+
     def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        home.aux["x"] = part.values + home.aux.get("owed", home.dtype.storage.type(0))
+        home.value = home.copy(part.values)
+        if "owed" in home.aux:
+            home.value += home.aux["owed"]
         return self._difference(home, part.clock, receivers)
 
     def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        if "x" not in home.aux:
-            return super().passing(home, part, receivers)
         return self._difference(home, part.clock, receivers)
 
     def _difference(self, home: Home, clock: int, receivers: list[int]) -> Send:
-        """Sends Q(x_i - x^_i)."""
-        assert home.codec is not None
-        own = home.aux.setdefault("x_hat", np.zeros(home.elements, home.dtype.storage))
-        payload, told = home.codec.tell(home.aux["x"] - own)
-        own += told
+        """Sends Q(x_i - x^_i), or x_i."""
+        assert home.value is not None
+        name = _copy_of(home.rank)
+        if name not in home.aux:
+            home.aux[name] = home.copy(home.value)
+            return Send(receivers, "whole", home.aux[name], clock, payload=memoryview(home.aux[name].tobytes()))
+        payload, told = home.tell(home.value - home.aux[name])
+        home.aux[name] += told
         return Send(receivers, "mix", told, clock, payload=payload)
 
-    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
-        self.passed(home, own.clock, parts)
-        home.version += 1
+    def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
+        self.passed(home, parts)
         return Answer(own, home.aux.pop("owed"), added=True)
 
-    def passed(self, home: Home, clock: int, parts: list[tuple[Contribution, float]]) -> None:
-        kind = home.dtype.storage.type
-        neighbours = home.aux.setdefault("neighbours", np.zeros(home.elements, home.dtype.storage))
+    def passed(self, home: Home, parts: _Parts) -> None:
+        assert home.value is not None
+        change: Array = np.zeros(home.elements, home.dtype.storage)
         for part, weight in parts:
-            neighbours += kind(weight) * part.values
-        if "x" in home.aux:  # else its worker has not posted yet
-            share = kind(sum(weight for _, weight in self.graph.incoming(home.rank, clock)))
-            change: Array = (neighbours - share * home.aux["x_hat"]) * kind(self.spec.gamma)
-            home.aux["x"] += change
-            home.aux["owed"] = change + home.aux["owed"] if "owed" in home.aux else change
+            name = _copy_of(part.rank)
+            if part.kind == "whole":
+                home.aux[name] = home.copy(part.values)
+            else:
+                home.aux[name] += part.values
+            change += home.dtype.storage.type(weight) * (home.aux[name] - home.aux[_copy_of(home.rank)])
+        assert home.codec is not None
+        for low, high, contraction in home.codec.contractions():
+            change[low:high] *= self.spec.gamma or self.spec.step(contraction, self.ranks)
+        home.value += change
+        home.aux["owed"] = change + home.aux["owed"] if "owed" in home.aux else change
+
+    def asked(self, home: Home, part: Contribution) -> Answer:
+        return Answer(part, home.aux.get("owed", np.zeros(home.elements, home.dtype.storage)), added=True)
+
+
+def _copy_of(rank: int) -> str:
+    return f"{_COPY}{rank}"

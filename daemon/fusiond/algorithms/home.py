@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,11 +29,13 @@ from fusiond.core.contribution import Contribution
 
 @dataclass(slots=True)
 class Answer:
-    """The worker that posted `part` gets `values`, in place of what it has or, if `added`, in addition to it."""
+    """The worker that posted `part` gets `values`, in place of what it has or, if `added`, in addition to it. `weight`:
+    how much what it has counts in a mean of all ranks."""
 
     part: Contribution
     values: Array
     added: bool = False
+    weight: float = 1.0
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class Send:
     """The homes of these ranks get `values`; `payload` is the same, encoded, if the algorithm encodes it itself."""
 
     ranks: Sequence[int]
-    kind: Literal["mix", "mean", "pass", "want"]
+    kind: Literal["mix", "whole", "mean", "pass", "want"]
     values: Array
     clock: int = 0
     weight: float = 1.0
@@ -92,7 +94,7 @@ class Home:
         joined: ranks that have joined, and so come back when all have.
         occupied: of ranks that wait in another operation, one more than the clock of their last contribution.
         heard: of each rank, one more than the clock of the last contribution that has come.
-        value: the authoritative copy; of a shard, from its seed on.
+        value: the authoritative copy, from the home's seed on.
         version: how many updates it has seen.
         clock: one more than the latest clock of a contribution in the last update.
         done: how many contributions of each rank have come.
@@ -102,7 +104,7 @@ class Home:
         aux: other state of the algorithm, by name; saved with the value.
         scratch: state of what is under way, by name; not saved.
         optimizer: applies gradients to the value.
-        codec: encodes what the algorithm encodes itself.
+        codec: of parameters, where that takes something away; the algorithm encodes by it, or counts with what is left.
         noticed: sums over contributions: `late` ones of each rank, as (name, rank).
         before_change: called before each change of a shard, with the part that makes it; None if nobody asks.
     """
@@ -160,6 +162,11 @@ class Home:
         """The fewest contributions of a rank that is expected."""
         return min((self.done[rank] for rank in self.expected), default=0)
 
+    def tell(self, values: Array) -> tuple[memoryview | None, Array]:
+        """Returns parameters, or a change of them, as others will have them, on this node and elsewhere; and what the
+        codec has made of them, if it takes something away."""
+        return (None, values) if self.codec is None else self.codec.tell(values)
+
     def copy(self, values: Array) -> Array:
         """Returns a copy of values, in the type of the home."""
         kept: Array = np.array(values, self.dtype.storage)
@@ -187,12 +194,14 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         waits: a worker may have to wait for other ranks, and so has to hear that they wait in another operation.
         tells: the home of the first bucket tells the others what to do.
         carries: what comes to `change` without rates is kept for a later step.
+        keeps_value: homes keep a value; a seed is needed before anything else.
     """
 
     exclusive: ClassVar[bool] = True
     waits: ClassVar[bool] = False
     tells: ClassVar[bool] = False
     carries: ClassVar[bool] = False
+    keeps_value: ClassVar[bool] = True
 
     def __init__(self, spec: Spec, ranks: int) -> None:
         self.spec = spec
@@ -201,6 +210,19 @@ class HomeAlgorithm(ABC, Generic[Spec]):
     @abstractmethod
     def received(self, home: Home, part: Contribution) -> Iterable[Step]:
         """A part has come. `home.done` counts it already, if it is a worker's."""
+
+    def begun(self, home: Home) -> None:
+        """A home begins with its value."""
+        del home
+
+    def reseeded(self, home: Home) -> None:
+        """All ranks have set their parameters, and a home its value, to the same: what was remembered of other ones
+        goes. The state of an optimizer, and outer momentum, stay."""
+        del home
+
+    def returned(self, home: Home) -> None:
+        """All ranks have joined, and go on together."""
+        del home
 
     def change(self, home: Home, part: Contribution) -> None:
         """Changes what lasts of a shard: `value`, `optimizer`, `aux` (but for what it has learned of its node's clock),
@@ -247,7 +269,8 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         return ()
 
     def asked(self, home: Home, part: Contribution) -> Answer:
-        """A worker contributes nothing, and is told what the home has."""
+        """A worker contributes nothing, and is told what the home has; that of its own replica, which changes it has
+        not got."""
         assert home.value is not None
         return Answer(part, home.value)
 
@@ -268,6 +291,14 @@ def refuse_without(home: Home, why: str) -> Iterator[Step]:
             del home.slots[number]
             for part in slot.values():
                 yield Refuse(part, why)
+
+
+def begin_anew(algorithm: HomeAlgorithm[Any], home: Home) -> None:
+    """Forgets all that a replica has but its value."""
+    home.aux.clear()
+    home.scratch.clear()
+    home.slots.clear()
+    algorithm.begun(home)
 
 
 def combined(parts: Sequence[Contribution], values: Array, samples: int = 1) -> Contribution:

@@ -63,6 +63,9 @@ class Partial(Ordered[algorithms.Partial]):
             carried = home.aux.setdefault("carried", np.zeros(home.elements, home.dtype.storage))
             carried += part.values
 
+    def reseeded(self, home: Home) -> None:
+        home.aux.pop("carried", None)
+
     def elapsed(self, home: Home, now: float) -> Iterator[Step]:
         if slot := home.slots.get(IN_TIME):
             due = min(part.arrived for part in slot.values()) + self._limit(home)

@@ -111,6 +111,10 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
             home.step(total / home.dtype.storage.type(count[0]), part.rates)
             total[:], count[:] = 0, 0
 
+    def reseeded(self, home: Home) -> None:
+        home.aux.pop("sum", None)
+        home.aux.pop("count", None)
+
     @abstractmethod
     def weighted(self, home: Home, part: Contribution) -> Array:
         """Returns the term of a part in the sum."""
@@ -196,6 +200,12 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
     def told(self, home: Home, part: Contribution, values: Array) -> None:
         if _has_backups(home):  # else all ranks have the seed
             self.apply(home, Contribution(part.rank, values[:], clock=home.clock - 1))  # a view: they are not its own
+
+    def reseeded(self, home: Home) -> None:
+        assert home.value is not None
+        for key, kept in home.aux.items():
+            if key.startswith("w_bak/"):
+                np.copyto(kept, home.value)
 
     def asked(self, home: Home, part: Contribution) -> Answer:
         if _has_backups(home):  # else all ranks have what the home has

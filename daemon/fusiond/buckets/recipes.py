@@ -225,12 +225,14 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
     reduction = proposal.reduction
     algorithm = algorithms.parse(reduction.algorithm)
     algorithms.check_use(algorithm, codecs.parse(reduction.codec), reduction.op, ranks)
-    if algorithm.at_homes:
+    if not algorithm.sums_gradients:
         odd = next((tensor for tensor in proposal.tensors if tensor.dtype not in ("float32", "float64")), None)
         if odd is not None:
             raise RequestError(
-                f"{algorithm} is for float32 and float64, and {odd.name!r} is {odd.dtype}; use allreduce"
+                f"{algorithm} is for float32 and float64, and {odd.name!r} is {odd.dtype}, which rounds small steps "
+                "away; keep parameters in float32 (with torch.autocast, for example), or use allreduce"
             )
+    if algorithm.at_homes:
         groups = 0 if reduction.optimizer is None else len(reduction.optimizer.groups)
         if groups and any(tensor.group >= groups for tensor in proposal.tensors):
             raise RequestError(f"tensors are in parameter groups that the optimizer, with {groups}, does not have")

@@ -66,7 +66,7 @@ class Actions:
         notes = hosted.notes.pop(step.part.rank, ())
         message = wire.Piece(
             self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, "answer", hosted.home.rank, rank,
-            step.part.clock, hosted.home.version, 0, 0,
+            step.part.clock, hosted.home.version, 0, 0, weight=step.weight,
         )  # fmt: skip
         if node == self._here.node:
             place = self._clients.place(message.plan, message.bucket, rank)

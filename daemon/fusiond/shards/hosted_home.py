@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fusion_rt import wire
 from fusion_rt.algorithms import Signal
 from fusion_rt.codecs import BucketCodec
@@ -34,7 +36,9 @@ class HostedHome:
         told: the value that each rank on another node has, as it was told or has said itself, to which differences are
             sent.
         encoders: the codecs of what is sent to each rank (-1: to all neighbours), and whether that is added there.
-        joins: how often all ranks have joined while this home was there; clients begin new clocks each time.
+        joins: how often all ranks have joined, or have set their replicas, while this home was there; clients begin new
+            clocks each time.
+        since: the clock from which on anything counts.
         mirror: the node that has its mirror, which is told of each update; None if there is none.
         history: of its changes, once it has begun; None if it need not outlive its formation.
         outbox: what threads have done and the mirror is to be told.
@@ -59,6 +63,7 @@ class HostedHome:
     told: dict[int, Array] = field(default_factory=dict)
     encoders: dict[tuple[int, bool], BucketCodec] = field(default_factory=dict)
     joins: int = 0
+    since: int = 0
     mirror: int | None = None
     history: ShardHistory | None = None
     outbox: deque[ToMirror] = field(default_factory=deque)
@@ -79,7 +84,7 @@ class HostedHome:
     @property
     def seeded(self) -> bool:
         """True if contributions can be taken in."""
-        return self.home.rank >= 0 or self.home.value is not None
+        return self.home.value is not None or not self.algorithm.keeps_value
 
     def may_begin(self) -> bool:
         """Returns whether a thread may take in the part that has waited longest."""
@@ -100,11 +105,25 @@ class HostedHome:
 
     def begin(self, value: Array) -> None:
         """Gives the home its first value."""
+        if not self.algorithm.keeps_value:
+            return
         begin(self.home, self.plan, self.bucket, value)
+        self.algorithm.begun(self.home)
         if self.plan.plan.reduction.survives:
             outbox = None if self.mirror is None else self.outbox
             self.history = ShardHistory(self.home, self.plan.spec.synchronous, outbox)
             self.home.before_change = self.history.note
+
+    def reseed(self, part: Contribution) -> None:
+        """Sets the home to values that all ranks have set; its optimizer keeps its state."""
+        if self.home.value is not None:
+            np.copyto(self.home.value, part.values)
+        self.algorithm.reseeded(self.home)
+        self.told.clear()
+        if self.home.rank >= 0:
+            self.since = part.clock
+            self.joins += 1
+        self.was_set()
 
     def was_set(self) -> None:
         """Notes that the home has another value, or its optimizer another state, than its last update has left."""

@@ -161,12 +161,12 @@ class PushPullClients:
             return None
         if client.post is not None:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.index} of plan {plan.id}")
-        if (posted.kind != "post" or not posted.samples) and not plan.homes:
-            raise RequestError(
-                f"rank {rank} asks for the shard of bucket {bucket.index} of plan {plan.id}: it has none"
-            )
+        if posted.kind == "post" and not posted.samples and not plan.homes:
+            raise RequestError(f"rank {rank} has nothing to mix in bucket {bucket.index} of plan {plan.id}")
         if posted.kind == "post" and (wrong := state.wrong_rates(bucket.index, posted.rates)):
             raise RequestError(f"rank {rank} posts to bucket {bucket.index} of plan {plan.id}, and {wrong}")
+        if posted.kind == "reseed" and not plan.homes:  # whatever is under way is of before that, on all nodes
+            client.clock, client.passing = wire.first_clock_after_join(client.clock), False
         client.post, client.since = posted, self._here.outside.clock()
         posted.clock, posted.version, posted.arrived = client.clock, client.version, client.since
         client.awaited = client.clock
@@ -265,7 +265,10 @@ class PushPullClients:
             client.version = message.version
         if len(notes) > 1:
             self.meters.note(*notes[1:])
-        self._done(client, message.clock, tuple(notes[:1]))
+        told = tuple(notes[:1])
+        if (weight := round(message.weight / wire.WEIGHT_UNIT)) != wire.WEIGHT_OF_ONE:
+            told += (weight,)
+        self._done(client, message.clock, told)
 
     def seeded(self, client: PushPullClient, posted: Contribution) -> None:
         """The seed of a home is on its way: the worker may have its arena back."""

@@ -149,7 +149,7 @@ def _limit_of(state: PlanState, piece: wire.Piece, nbytes: int) -> int:
         WireError: it has another size than it can have; or it is an update that cannot be made.
     """
     ranks = len(state.members.set.ranks)
-    if piece.kind in ("seed", "reseed", "has") or (piece.kind == "update" and piece.samples > 0):
+    if piece.kind in ("seed", "reseed", "has", "whole") or (piece.kind == "update" and piece.samples > 0):
         if piece.nbytes != nbytes:
             raise WireError(f"{_in_words(piece)} has {piece.nbytes} bytes instead of {nbytes}")
         carried = not piece.rates and state.home_algorithm.carries
@@ -171,7 +171,7 @@ def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> boo
     if state.plan.homes:
         return piece.home == -1 and _fits_shards(here, node, state, piece)
     ranks = state.members.set.ranks
-    fits = piece.kind in ("mix", "mean", "pass", "want") and piece.rank in here.topology.ranks[node]
+    fits = piece.kind in ("mix", "whole", "mean", "pass", "want") and piece.rank in here.topology.ranks[node]
     return fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local
 
 

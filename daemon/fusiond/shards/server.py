@@ -86,7 +86,7 @@ class HomeServer:
 
     def _open(self, state: PlanState, bucket: wire.Bucket, rank: int) -> None:
         codec = None
-        if state.spec.encodes:
+        if state.spec.encodes and not self._codecs.decoder(state, bucket).lossless:
             codec = self._codecs.open(state, bucket, rank, remembers=False)
         spans = tuple((tensor.start, tensor.start + tensor.numel, tensor.group) for tensor in bucket.tensors)
         leads = bucket.index == 0
@@ -134,7 +134,7 @@ class HomeServer:
         if part.kind != "want":
             hosted.waiting.append(part)
             self._turn(hosted)
-        if part.kind in ("mix", "pass", "want") and part.rank != hosted.home.rank:
+        if part.kind in ("mix", "whole", "pass", "want") and part.rank != hosted.home.rank:
             self._wanted(hosted, part)
 
     def hold(self, plan: int) -> None:
@@ -231,6 +231,8 @@ class HomeServer:
             return self._actions.heard(hosted, part)
         if part.kind in ("ask", "reseed"):
             return self._asked(hosted, part)
+        if part.clock < hosted.since:  # of before all ranks have set their parameters
+            return []
         if part.kind == "post":
             if position not in home.present:
                 _come_back(hosted, part)
@@ -253,16 +255,15 @@ class HomeServer:
         return acts
 
     def _asked(self, hosted: HostedHome, part: Contribution) -> list[Act]:
-        """Answers a worker that asks for what a shard has, or has set it; a replica has nothing to ask for."""
+        """Answers a worker that asks for what a home has, or has set it."""
         if part.kind == "reseed":
-            _reseed(hosted, part.values)
-            hosted.was_set()
+            hosted.reseed(part)
         return self._actions.prepared(hosted, [hosted.algorithm.asked(hosted.home, part)])
 
     def _decoded(self, hosted: HostedHome, part: Contribution, payload: memoryview) -> Array:
         if part.kind == "told":
             return np.frombuffer(payload, np.int64)
-        if part.kind in ("reseed", "has"):
+        if part.kind in ("reseed", "has", "whole"):
             return self._plain(hosted, payload)
         if part.kind in ("ask", "pass") or not part.samples:
             return NO_VALUES
@@ -390,19 +391,10 @@ def _too_many(hosted: HostedHome, part: Contribution) -> WireError:
     )
 
 
-def _reseed(hosted: HostedHome, values: Array) -> None:
-    """Sets a home to these values; its optimizer keeps its state."""
-    assert hosted.home.value is not None
-    np.copyto(hosted.home.value, values)
-    for key, kept in hosted.home.aux.items():
-        if key.startswith("w_bak/"):
-            np.copyto(kept, values)
-    hosted.told.clear()
-
-
 def _return(hosted: HostedHome, ranks: set[int]) -> None:
     home = hosted.home
     back = {position for position, rank in enumerate(hosted.ranks) if rank in ranks}
     home.present, home.joined = home.present | back, home.joined - back
     hosted.joins += 1
     home.done = dict.fromkeys(home.done, max(home.done.values()))
+    hosted.algorithm.returned(home)

@@ -79,6 +79,7 @@ class Bucket:
             next.
         direct: results stay where they are, since that is where `p.grad` is.
         copying: what is sent is on its way to the arena, and then to be posted.
+        weight: how much these parameters count in a mean of all ranks, since the last answer of their home.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Bucket:
         self.node: NodeReduction | None = None
         self.selection: BucketSelector | None = None
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.weight = 1.0
         self.copying: device.Copying | None = None
         self._here = here
         self._channel, self._trace = here.client.channel, here.trace
@@ -421,7 +423,8 @@ class Bucket:
         record = self._trace.record
         record(_APPLY_BEGIN, self._label, 0, clock, plan)
         if not self.direct:
-            self._take(share, operation.sizes == (1,), places)
+            self.weight = operation.sizes[1] * wire.WEIGHT_UNIT if len(operation.sizes) > 1 else 1.0
+            self._take(share, operation.sizes[:1] == (1,), places)
         record(_APPLY_END, self._label, 0, clock, plan)
 
     def _take(self, share: float, added: bool, places: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fusion_rt.algorithms import Algorithm, Apply, NoLoCo, Signal
+from fusion_rt.codecs import Codec
 from fusion_rt.torch.sync.slots import Slot
 
 
@@ -146,7 +147,7 @@ class OuterStep(Applied):
     def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
         for slot, result in zip(slots, results, strict=True):
             assert slot.start is not None
-            if self.outer:
+            if self._momentum:
                 velocity = velocity_of(slot).mul_(self._momentum).add_(result)
                 result = result + self._momentum * velocity
             slot.start.sub_(result, alpha=self._rate)
@@ -224,14 +225,15 @@ def mix(slot: Slot, mixing: float) -> None:
         slot.parameter.detach().copy_(slot.start)
 
 
-def posted(algorithm: Algorithm) -> Posted:
-    """Returns the signal of an algorithm."""
-    return _POSTED[algorithm.signal](algorithm)
+def strategies(algorithm: Algorithm, codec: Codec) -> tuple[Posted, Applied]:
+    """Returns the signal of an algorithm, and the way in which it applies answers.
 
-
-def applied(algorithm: Algorithm) -> Applied:
-    """Returns the way in which an algorithm applies answers."""
-    return _APPLIED[algorithm.apply](algorithm)
+    Where all ranks take the mean of their parameters, and a codec rounds, it is their differences to the last mean that
+    travel: the parameters themselves are not rounded then, and a step that is small beside them is not lost.
+    """
+    if algorithm.signal is Signal.PARAMETER and not algorithm.at_homes and not codec.lossless:
+        return Differences(), OuterStep(1.0, 0.0)
+    return _POSTED[algorithm.signal](algorithm), _APPLIED[algorithm.apply](algorithm)
 
 
 def _positions(algorithm: Algorithm) -> Posted:

@@ -160,6 +160,11 @@ class When:
     def agree(self) -> None:
         """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
 
+    def weights(self) -> Sequence[float]:
+        """Takes what homes have for this rank, and returns how much each of its parameters counts in a mean of all
+        ranks; nothing where all count alike. To be called on all ranks, when nobody posts."""
+        return ()
+
     def settled(self) -> None:
         """Called when parameters have become those that all ranks have agreed upon."""
         self.behind, self.leader = False, None

@@ -123,10 +123,10 @@ class Schedule:
         for training in trainings:
             training.memory[:] = 0
         self.begin(trainings)
-        if spec.place is algorithms.Place.SHARD:
+        for rank in [0] if spec.at_shards else job.ranks:
             for bucket in range(_BUCKETS):
-                self._ready(0, trainings[0], bucket, "seed")
-            job.settle()
+                self._ready(rank, trainings[rank], bucket, "seed")
+        job.settle()
         return trainings
 
     # --- what a rank's script does ------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_push_sum_loses_nothing_when_a_rank_is_left_out(layout: list[int], topol
         homes = [hosted.home for node in workers.job.nodes for hosted in node.engine.homes._server
                  if hosted.bucket.index == bucket.index]  # fmt: skip
         np.testing.assert_allclose(sum(home.aux["omega"][0] for home in homes), RANKS)
-        total = sum(home.aux["x"] for home in homes)
+        total = sum(home.value for home in homes)
         for (_, of), tensor in zip(workers.places(0, bucket), bucket.tensors, strict=True):
             kept = total[tensor.start : tensor.start + tensor.numel]  # type: ignore[index]
             np.testing.assert_allclose(kept, np.sum(before, 0)[of])

@@ -59,8 +59,9 @@ class Workers:
         self._offsets = dict(zip((f"w{i}" for i in range(3)), np.cumsum([0, *sizes[:2]]).tolist(), strict=True))
         self._handles: dict[int, list[int]] = {}
         self.clocks = [0] * self.job.size
-        if self.spec.place is algorithms.Place.SHARD:
-            self.seed(0)
+        if self.spec.at_homes:
+            for rank in [0] if self.spec.at_shards else self.job.ranks:
+                self.seed(rank)
 
     def span_of(self, tensor: str) -> slice:
         """Returns which elements of the vector a tensor has."""
@@ -129,7 +130,7 @@ class Workers:
             message, _ = self.job.answer(rank, handle)
             assert isinstance(message, wire.Done), message
             for place, of in self.places(rank, bucket):
-                self.x[rank][of] = place + (self.x[rank][of] if message.sizes == (1,) else 0)
+                self.x[rank][of] = place + (self.x[rank][of] if message.sizes[:1] == (1,) else 0)
 
     def answered(self) -> list[int]:
         """Ranks that have got an answer and not taken it."""

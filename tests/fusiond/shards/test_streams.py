@@ -135,7 +135,7 @@ def test_ranks_round_their_contributions_by_draws_of_their_own(codec: str) -> No
 
 # --- from a checkpoint ------------------------------------------------------------------------------------------------
 
-RESTORED = ["bsp", "asp", "dc_asgd", "partial(backup=1)", "softsync(contributions=2)", "choco(topology='exponential')"]
+RESTORED = ["bsp", "asp", "dc_asgd", "partial(backup=1)", "softsync(contributions=2)", "choco(topology='torus')"]
 
 
 @pytest.mark.parametrize("algorithm", RESTORED)

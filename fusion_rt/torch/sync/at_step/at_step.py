@@ -177,8 +177,12 @@ class AtStep(When):
     # --- parameters that the script sets ------------------------------------------------------------------------------
 
     def note_weights(self) -> None:
-        if self._algorithm.remembers_weights and self.sync.is_of(runtime()):
-            self._weights.note(self.sync.slots)
+        if self.sync.is_of(runtime()):
+            weighted = any(bucket.weight != 1.0 for bucket in self.sync.plan.buckets)
+            if self._algorithm.remembers_weights or weighted:
+                self._weights.note(self.sync.slots)
+            else:
+                self._weights.forget()
 
     def _check_weights(self) -> None:
         """Raises `ValueError` if the script has set a parameter since the last step."""
@@ -210,16 +214,21 @@ class AtStep(When):
         self.sync.end_step()
 
     def reseed(self) -> None:
-        """Has the homes go on with the parameters of the first rank; what is under way is forgotten."""
+        """Has the homes go on with the parameters as they are; what is under way is forgotten."""
         if not self.sync.is_of(runtime()):  # else they are what it begins with
             return
         self.discard()
-        if self._algorithm.at_shards:
+        if self._algorithm.at_homes:
             barrier(self.sync.options.process_set)  # nobody posts any more
-            if self.sync.plan.is_first():
-                self._give_parameters("reseed")
-            barrier(self.sync.options.process_set)
+        if self._algorithm.at_shards:
+            self._reseed_homes()
         self.settled()
+
+    def _reseed_homes(self) -> None:
+        """Gives its own homes this rank's parameters, or shards those of the first rank, when nobody posts."""
+        if self._gives:
+            self._give_parameters("reseed")
+        barrier(self.sync.options.process_set)
 
     # --- in checkpoints, and what the synchroniser says --------------------------------------------------------------
 
@@ -228,12 +237,17 @@ class AtStep(When):
         self._is_restored = self._algorithm.at_shards and self._algorithm.signal is not Signal.PARAMETER
 
     def planned(self) -> None:
+        if self._gives:
+            self._give_parameters("seed")  # the others have the same, as scripts see to
         if self._algorithm.at_shards:
-            if self.sync.plan.is_first():
-                self._give_parameters("seed")  # the others have the same, as scripts see to
             plan = self.sync.plan.agreed
             assert plan is not None
             self._clock = ShardClock(runtime().client.welcome.epoch, plan.id, 0, self._clock.in_step)
+
+    @property
+    def _gives(self) -> bool:
+        """True if homes begin with what this rank has."""
+        return self.sync.plan.is_first() if self._algorithm.at_shards else self._algorithm.at_homes
 
     def note_recalled(self, clock: int) -> None:
         self._clock = self._clock._replace(recalled=clock)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from fusion_rt import wire
+from fusion_rt.algorithms import Signal
 from fusion_rt.client import terms
 from fusion_rt.torch.core.own_models import OwnModel
 from fusion_rt.torch.core.runtime import runtime
@@ -48,7 +49,7 @@ class LocalSteps(AtStep):
         self._follow()
         if self._agreed and sync.options.applied.outer and sync.is_of(runtime()) and self._weights.changed():
             self._anchor(anew=True)  # set where all ranks have the same, and so alike on all of them
-        elif algorithm.remembers_weights:
+        else:
             self._check_weights()
         self._anchor()
         overflowed = optimizer._overflowed()
@@ -67,8 +68,7 @@ class LocalSteps(AtStep):
             exchanges.run([self], partial(self._go_on, due))
         else:
             self._go_on(due)
-        if algorithm.remembers_weights:
-            self.note_weights()
+        self.note_weights()
         sync.steps.end()
         return loss
 
@@ -155,7 +155,22 @@ class LocalSteps(AtStep):
     def settled(self) -> None:
         self._anchor(anew=True)
         self._own.shared = True
+        if self._has_replicas and self.sync.is_of(runtime()):
+            self._reseed_homes()
         super().settled()
+
+    @property
+    def _has_replicas(self) -> bool:
+        return self._algorithm.at_homes and not self._algorithm.at_shards
+
+    def weights(self) -> list[float]:
+        """Takes what this rank's homes have for it, and returns how much each parameter counts in a mean of all ranks;
+        nothing where all count alike. To be called on all ranks, when nobody posts."""
+        mixes = self._has_replicas and self._algorithm.signal is Signal.PARAMETER
+        if not (mixes and self.sync.is_of(runtime())):
+            return []
+        self._exchange(terms(kind="ask"), take=True)
+        return [1.0 if slot.bucket is None else slot.bucket.weight for slot in self.sync.slots]
 
     def alike(self) -> Mapping[str, torch.Tensor]:
         """Returns the parameters after an exchange that makes them alike; or what outer steps have come to, which every
