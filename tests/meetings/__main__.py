@@ -1,13 +1,15 @@
 """Runs the matrix, and writes into docs/algorithms.md which features work together.
 
-python -m tests.meetings                      # the cover; writes the tables
-python -m tests.meetings --match clip --show  # cells whose names contain "clip", of the whole product; only shows
+python -m tests.meetings                            # the cover, and the properties; writes the tables
+python -m tests.meetings --match clip --show        # cells whose names contain "clip"; only shows
+python -m tests.meetings --sample 50 --match sgp    # of fifty drawn cells of each script
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from tests.harness import WorkerError
 from tests.meetings import cells, ranks, table
@@ -21,18 +23,15 @@ def main(arguments: list[str]) -> int:
     """Runs the chosen cells; returns 1 if one is neither right nor refused."""
     parser = argparse.ArgumentParser(prog="tests.meetings", description=__doc__.partition("\n")[0])
     parser.add_argument("--match", default="", help="only cells in whose names this is; more, with ' & '")
-    parser.add_argument("--all", action="store_true", help="of the product, not of the cover")
+    parser.add_argument("--sample", type=int, default=0, help="so many drawn cells of each script, and not the cover")
     parser.add_argument("--show", action="store_true", help="do not write the tables")
     options = parser.parse_args(arguments)
-    parts = options.match.split(" & ")
-    chosen = [
-        cell for cell in (cells.product() if options.all else cells.cover()) if all(p in str(cell) for p in parts)
-    ]
+    chosen = _chosen(options.sample, options.match.split(" & "))
     jobs, outcomes, said, wrong = Jobs(), dict[Cell, Outcome](), dict[Cell, str](), 0
     try:
         for number, cell in enumerate(chosen, 1):
             try:
-                reports = jobs.run(cell.nodes, ranks.run, cell)
+                reports = jobs.run(cell.world, ranks.run, cell)
                 outcomes[cell] = judge(cell, reports)
                 said[cell] = reports[0].refused
                 print(f"{number:4d}/{len(chosen)} {outcomes[cell].name.lower():8s} {cell} {said[cell]}", flush=True)
@@ -42,11 +41,17 @@ def main(arguments: list[str]) -> int:
                 print(f"{number:4d}/{len(chosen)} WRONG    {cell}\n        {' | '.join(last[-2:])}", flush=True)
     finally:
         jobs.close()
-    counts = ", ".join(f"{sum(o is kind for o in outcomes.values())} {kind.name.lower()}" for kind in Outcome)
-    print(f"{len(chosen)} cells: {counts}, {wrong} wrong")
-    if not (options.show or options.match or wrong):
+    print("\n".join(table.summary(outcomes)))
+    print(f"{len(chosen)} cells, {wrong} wrong")
+    if not (options.show or options.match or options.sample or wrong):
         table.write(DOCUMENT, outcomes, _sentences(outcomes, said))
     return int(wrong > 0)
+
+
+def _chosen(sample: int, parts: Sequence[str]) -> list[Cell]:
+    """Returns the cells in whose names all of these parts are."""
+    drawn = [cell for script in cells.FEATURES for cell in cells.sample(script, sample)]
+    return [cell for cell in drawn or (*cells.cover(), *cells.properties()) if all(p in str(cell) for p in parts)]
 
 
 def _sentences(outcomes: dict[Cell, Outcome], said: dict[Cell, str]) -> dict[table.Pair, str]:

@@ -1,4 +1,4 @@
-"""The jobs on which cells run, one for each number of nodes."""
+"""The jobs on which cells run, one for each world."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.harness import Job, WorkerError
-from tests.meetings.cells import NODES
+from tests.meetings.cells import WORLDS
 
 LIMIT_S = 60.0  # for one cell
-SETTINGS = {"HOROVOD_START_TIMEOUT": "120", "HOROVOD_FUSION_THRESHOLD": "4KiB"}
+SETTINGS = {"HOROVOD_START_TIMEOUT": "120", "HOROVOD_FUSION_THRESHOLD": "1KiB"}
 
 
 class Jobs:
@@ -21,14 +21,14 @@ class Jobs:
     def __init__(self) -> None:
         self._running: dict[str, Job] = {}
 
-    def run(self, nodes: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, world: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs a function on all ranks; returns its results by rank. Raises `WorkerError`."""
-        if nodes not in self._running:
-            self._running[nodes] = Job(NODES[nodes], SETTINGS)
+        if world not in self._running:
+            self._running[world] = Job(WORLDS[world].nodes, SETTINGS)
         try:
-            return self._running[nodes].run(function, *args, timeout=LIMIT_S)
+            return self._running[world].run(function, *args, timeout=LIMIT_S)
         except WorkerError:
-            job = self._running.pop(nodes)
+            job = self._running.pop(world)
             for process in (*job.workers, *job.daemons):
                 process.kill()
             job.close()

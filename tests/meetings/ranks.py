@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import fusion_rt.torch as hvd
-from tests.meetings import cells, reference, scripts
+from tests.meetings import cells, scripts
 from tests.meetings.cells import Cell
 from tests.meetings.scripts import Run
+
+EVEN = ("allreduce", "bsp", "local_sgd", "diloco")  # all ranks take the same number of steps (docs/algorithms.md)
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Report:
         agreed: after `hvd.consensus`, flat.
         quality: the loss of that model on points that no rank has trained with.
         complaints: of the script.
+        notes: numbers for the judge of a property, by name.
+        node: on which this rank is.
+        counted: what this node's daemon has counted of compression (`hvd.compression_stats`).
+        residual: what this node's codecs have not sent, by parameter, flat; where that is judged.
     """
 
     refused: str = ""
@@ -31,6 +39,10 @@ class Report:
     agreed: Any = None
     quality: float = float("nan")
     complaints: tuple[str, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    node: int = 0
+    counted: Mapping[str, float] = field(default_factory=dict)
+    residual: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Real(Run):
@@ -38,6 +50,8 @@ class Real(Run):
 
     def __init__(self, cell: Cell) -> None:
         self.rank, self.size, self._cell = hvd.rank(), hvd.size(), cell
+        self.optimizer, self.rates = cell.optimizer, cell.rates
+        self.even = cell.algorithm.partition(",")[0] in EVEN
 
     def wrap(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, passes: int = 1) -> Any:
         wrapped = hvd.DistributedOptimizer(
@@ -45,7 +59,7 @@ class Real(Run):
             model.named_parameters(),
             compression=cells.CODECS[self._cell.codec],
             backward_passes_per_step=passes,
-            algorithm=cells.ALGORITHMS[self._cell.algorithm],
+            algorithm=self._cell.chosen,
             overlap=self._cell.overlap,
         )
         if self._cell.algorithm == "collaborative":
@@ -67,9 +81,17 @@ class Real(Run):
     def reseed(self, optimizer: Any) -> None:
         optimizer.reseed()
 
+    def synchronize(self, optimizer: Any) -> None:
+        if self._cell.overlap != "none":
+            optimizer.synchronize_parameters()
+
+    def consensus(self, optimizer: Any) -> None:
+        hvd.consensus(optimizer)
+
 
 def run(cell: Cell) -> Report:
     """Runs the cell's script. A `ValueError` of the product is a refusal."""
+    before = hvd.compression_stats() if cell.encodes else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -78,8 +100,39 @@ def run(cell: Cell) -> Report:
             return Report(refused=str(error) or type(error).__name__)
         if cell.overlap != "none":
             training.optimizer.synchronize_parameters()
-        weights = reference.flat(training.model)
+        weights = scripts.flat(training.model)
         hvd.consensus(training.optimizer)
-        agreed = reference.flat(training.model)
+        agreed = scripts.flat(training.model)
         quality = scripts.quality(training.model)
-    return Report("", weights.numpy(), agreed.numpy(), quality, tuple(training.complaints))
+        residual = _residual(training) if "given" in training.notes else {}
+    return Report(
+        weights=weights.numpy(),
+        agreed=agreed.numpy(),
+        quality=quality,
+        complaints=tuple(training.complaints),
+        notes={name: value.numpy() for name, value in training.notes.items()},
+        node=hvd.cross_rank(),
+        counted=_counted(before) if cell.encodes else {},
+        residual=residual,
+    )
+
+
+def _counted(before: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Returns what was counted of the optimizers that were made since."""
+    found: Counter[str] = Counter()
+    for name, counts in hvd.compression_stats().items():
+        if name != "total" and name not in before:
+            found.update(counts)
+    return dict(found)
+
+
+def _residual(training: scripts.Training) -> dict[str, Any]:
+    """Returns the residual of this node, by parameter, flat. It lies in memory as the parameter does."""
+    state = training.optimizer.state_dict()["fusion_rt"]["state"]
+    marked = {
+        key.partition(":residual/")[2]: torch.as_tensor(value) for key, value in state.items() if ":residual/" in key
+    }
+    return {
+        name: marked[name].as_strided(parameter.shape, parameter.stride()).reshape(-1).double().numpy()
+        for name, parameter in training.model.named_parameters()
+    }

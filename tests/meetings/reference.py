@@ -1,19 +1,20 @@
 """The scripts in one process: ranks are threads, and the published rules of the synchronous algorithms are plain torch.
 
-It shares no code with the product: the expected result of a job is computed here.
+It shares no code with the product, but for the pairs that NoLoCo draws: the expected result of a job is computed here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tests.meetings.scripts import Run, Script, Training
+from fusion_rt.core import mixing
+from tests.meetings.scripts import Run, Script, Training, flat
 
 WAIT_S = 60.0  # until ranks that wait for each other are taken to be stuck
 
@@ -103,6 +104,7 @@ class Reference(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._inner.load_state_dict(state_dict)
+        self.__dict__.update({"param_groups": self._inner.param_groups, "state": self._inner.state})
 
     def synchronize(self) -> None:
         """Gradients are reduced already."""
@@ -127,6 +129,9 @@ class Reference(torch.optim.Optimizer):
 
     def reseed(self) -> None:
         """All ranks have set the same weights."""
+
+    def consensus(self) -> None:
+        """Makes all ranks' weights equal, where they are not."""
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -213,6 +218,9 @@ class LocalSGD(Reference):
         for parameter, mean in zip(self._parameters(), means, strict=True):
             parameter.detach().copy_(mean)
 
+    def consensus(self) -> None:
+        LocalSGD.exchange(self)
+
 
 class DiLoCo(LocalSGD):
     """DiLoCo: every `period` steps, an outer step of Nesterov's momentum by the mean change (arXiv 2311.08105)."""
@@ -252,14 +260,148 @@ class DiLoCo(LocalSGD):
             parameter.detach().copy_(start)
 
 
-RULES: dict[str, type[Reference]] = {"allreduce": AllReduce, "bsp": Shards, "local_sgd": LocalSGD, "diloco": DiLoCo}
+class NoLoCo(DiLoCo):
+    """NoLoCo: every `period` steps, an outer step with the mean change of a pair of ranks, whose momentum draws them
+    together (arXiv 2506.10911, equation 3 for groups of two)."""
+
+    rate, momentum, pull = 0.7, 0.5, 1.0
+
+    def exchange(self) -> None:
+        parameters = self._parameters()
+        outer = [self._outer[id(p)] for p in parameters]
+        mine = [(p.detach() - start, start.clone()) for p, (start, _) in zip(parameters, outer, strict=True)]
+        all_of_them = self._run.world.meet(self._run.rank, mine, lambda values: values)
+        clock = self._taken // self.period - 1
+        pair = {self._run.rank, *self._run.graph(clock).get(self._run.rank, ())}
+        for index, (p, (start, velocity)) in enumerate(zip(parameters, outer, strict=True)):
+            change = torch.stack([all_of_them[rank][index][0] for rank in pair]).mean(0)
+            mean = torch.stack([all_of_them[rank][index][1] for rank in pair]).mean(0)
+            velocity.mul_(self.momentum).add_(self.rate * change).sub_(self.pull * (start - mean))
+            start.add_(velocity)
+            p.detach().copy_(start)
+
+
+class Overlapped(LocalSGD):
+    """What ranks have after a step is exchanged during the next one, after which the change is added."""
+
+    period = 1
+
+    def __init__(self, *args: Any) -> None:
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        super().__init__(*args)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self.overflowed():
+            self._inner.step() if closure is None else self._inner.step(closure)
+        self._taken += 1
+        self.land()
+        if self._taken % self.period == 0:
+            parameters = self._parameters()
+            self._pending = list(zip(parameters, self.changes([p.detach().clone() for p in parameters]), strict=True))
+
+    def land(self) -> None:
+        for parameter, change in self._pending:
+            parameter.detach().add_(change)
+        self._pending = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.land()
+        return {**super().state_dict(), "taken": self._taken}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._taken = state_dict["taken"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "taken"})
+
+    def reseed(self) -> None:
+        self._pending = []
+
+    def consensus(self) -> None:
+        self.land()
+        self.exchange()
+
+    def changes(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what is added to these parameters, a step later."""
+        raise NotImplementedError
+
+
+class DPSGD(Overlapped):
+    """D-PSGD: x_i = sum_j W_ij x_j - rate g(x_i) (arXiv 1705.09056, algorithm 1). Equal weights for all senders."""
+
+    def __init__(self, *args: Any) -> None:
+        self._clock = 0
+        super().__init__(*args)
+
+    def changes(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+        theirs = self._run.world.meet(self._run.rank, mine, lambda values: values)
+        senders = {self._run.rank, *self._run.graph(self._clock).get(self._run.rank, ())}
+        self._clock += 1
+        return [torch.stack([theirs[rank][index] for rank in senders]).mean(0) - own for index, own in enumerate(mine)]
+
+
+class SynchronousEASGD(Overlapped):
+    """Elastic averaging: all ranks and a home pull each other by a share of their difference (arXiv 1412.6651,
+    equations 3 and 4)."""
+
+    period = 2
+
+    def __init__(self, *args: Any) -> None:
+        self._home: dict[int, torch.Tensor] = {}
+        super().__init__(*args)
+
+    def changes(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+        pull = 0.9 / self._run.size
+        first = self._run.world.meet(self._run.rank, mine, lambda values: values[0])
+        for p, value in zip(self._parameters(), first, strict=True):  # a home begins with these, at its first exchange
+            self._home.setdefault(id(p), value.clone())
+        homes = [self._home[id(p)] for p in self._parameters()]
+        apart = [pull * (own - home) for own, home in zip(mine, homes, strict=True)]
+        all_of_them = self._run.world.meet(self._run.rank, apart, lambda values: [*zip(*values.values(), strict=True)])
+        for home, parts in zip(homes, all_of_them, strict=True):
+            home += torch.stack(parts).sum(0)
+        return [-each for each in apart]
+
+    def reseed(self) -> None:
+        super().reseed()
+        self._home = {id(p): p.detach().clone() for p in self._parameters()}
+
+    def consensus(self) -> None:
+        self.land()
+        for p in self._parameters():
+            p.detach().copy_(self._home[id(p)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "home": [self._home[id(p)] for p in self._parameters()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        home = state_dict["home"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "home"})
+        self._home = {id(p): value for p, value in zip(self._parameters(), home, strict=True)}
+
+
+RULES: dict[str, type[Reference]] = {
+    "allreduce": AllReduce,
+    "bsp": Shards,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
+    "noloco": NoLoCo,
+    "dpsgd": DPSGD,
+    "sgp": DPSGD,  # on graphs on which ranks give as much as they take, all push-sum weights are 1
+    "easgd, synchronous home": SynchronousEASGD,
+}
 
 
 class Threaded(Run):
     """A rank that is a thread."""
 
-    def __init__(self, world: World, rank: int, rule: type[Reference]) -> None:
-        self.world, self.rank, self.size, self._rule = world, rank, world.size, rule
+    even = True
+
+    def __init__(self, world: World, rank: int, rule: type[Reference], how: How) -> None:
+        self.world, self.rank, self.size, self._rule, self._how = world, rank, world.size, rule, how
+        self.optimizer, self.rates = how.optimizer, how.rates
+
+    def graph(self, clock: int) -> Mapping[int, Sequence[int]]:
+        """Returns the ranks from which each rank takes values, at a clock."""
+        return GRAPHS[self._how.graph](self.size, clock)
 
     def wrap(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, passes: int = 1) -> Any:
         return self._rule(self, optimizer, passes)
@@ -279,6 +421,51 @@ class Threaded(Run):
     def reseed(self, optimizer: Any) -> None:
         optimizer.reseed()
 
+    def synchronize(self, optimizer: Any) -> None:
+        """Nothing overlaps."""
+
+    def consensus(self, optimizer: Any) -> None:
+        optimizer.consensus()
+
+
+def _ring(size: int, clock: int) -> Mapping[int, Sequence[int]]:
+    return {rank: sorted({(rank - 1) % size, (rank + 1) % size} - {rank}) for rank in range(size)}
+
+
+def _exponential(size: int, clock: int) -> Mapping[int, Sequence[int]]:
+    hops = [1 << k for k in range(size) if 1 << k < size]
+    return {rank: sorted({(rank - hop) % size for hop in hops}) for rank in range(size)}
+
+
+def _one_peer(size: int, clock: int) -> Mapping[int, Sequence[int]]:
+    hop = 1 << clock % max(1, (size - 1).bit_length())
+    return {rank: [(rank - hop) % size] for rank in range(size)}
+
+
+def _drawn(size: int, clock: int) -> Mapping[int, Sequence[int]]:
+    """Whom a rank meets is the product's choice; that it meets one, which meets it, is tested with `mixing`."""
+    graph = mixing.parse("random-pairs", size)
+    return {rank: [other for other, _ in graph.incoming(rank, clock)] for rank in range(size)}
+
+
+GRAPHS: dict[str, Callable[[int, int], Mapping[int, Sequence[int]]]] = {
+    "": lambda size, clock: {},
+    "ring": _ring,
+    "exponential": _exponential,
+    "one-peer-exponential": _one_peer,
+    "random-pairs": _drawn,
+}
+
+
+@dataclass(frozen=True)
+class How:
+    """What the script is given: names of an optimizer, of a schedule of its rate, and of a graph; the latter is empty
+    where there is none."""
+
+    optimizer: str = "SGD"
+    rates: str = "constant"
+    graph: str = ""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -293,19 +480,14 @@ class Expected:
     complaints: Sequence[str]
 
 
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    """Returns all parameters as one flat tensor."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
-def expected(script: Script, size: int, algorithm: str) -> Expected:
-    """Runs a script on `size` ranks of the synchronous algorithm of this name."""
+def expected(script: Script, size: int, algorithm: str, how: How) -> Expected:
+    """Runs a script on `size` ranks of the algorithm of this name."""
     world = World(size)
     found: dict[int, Training | BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            found[rank] = script.body(Threaded(world, rank, RULES[algorithm]))
+            found[rank] = script.body(Threaded(world, rank, RULES[algorithm], how))
         except BaseException as error:
             found[rank] = error
             raise

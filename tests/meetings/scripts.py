@@ -11,16 +11,29 @@ import copy
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 STEPS = 12
 BATCH = 8
-RATE = 0.05
 MEETING = 3  # steps between two evaluations
+INPUTS, BODY, MIDDLE = 12, 24, 16  # of the network: codecs encode nine tenths of its elements
+
+_Parameters = Iterable[torch.Tensor] | list[dict[str, Any]]
+OPTIMIZERS: dict[str, tuple[float, Callable[[_Parameters, float], torch.optim.Optimizer]]] = {
+    "SGD": (0.05, lambda parameters, rate: torch.optim.SGD(parameters, lr=rate)),
+    "SGD with momentum": (0.01, lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9)),
+    "Adam": (0.01, lambda parameters, rate: torch.optim.Adam(parameters, lr=rate)),
+    "AdamW with decay": (0.01, lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1)),
+}
+"""Each with its rate."""
+if hasattr(torch.optim, "Adafactor"):  # since torch 2.5
+    OPTIMIZERS["Adafactor"] = (0.05, lambda parameters, rate: torch.optim.Adafactor(parameters, lr=rate))
+RATES = {"constant": (1.0,) * STEPS, "falls a hundredfold": (1.0,) * 6 + (0.1,) * 3 + (0.01,) * 3}
+"""The factor of the rate in each step."""
 
 
 class Run(ABC):
@@ -28,10 +41,25 @@ class Run(ABC):
 
     Attributes:
         rank, size: which rank this is, and how many there are.
+        optimizer: the name of the script's optimizer.
+        rates: the name of its schedule.
+        even: all ranks have to take the same number of steps, or to join.
     """
 
     rank: int
     size: int
+    optimizer: str
+    rates: str
+    even: bool
+
+    def rate(self, number: int = 0) -> float:
+        """Returns the learning rate of a step."""
+        return OPTIMIZERS[self.optimizer][0] * RATES[self.rates][number % STEPS]
+
+    def make(self, parameters: _Parameters, rate: float | None = None) -> torch.optim.Optimizer:
+        """Returns the script's optimizer, with its own rate or this one."""
+        usual, kind = OPTIMIZERS[self.optimizer]
+        return kind(parameters, usual if rate is None else rate)
 
     @abstractmethod
     def wrap(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, passes: int = 1) -> Any:
@@ -57,30 +85,42 @@ class Run(ABC):
     def reseed(self, optimizer: Any) -> None:
         """All ranks have set the same weights."""
 
+    @abstractmethod
+    def synchronize(self, optimizer: Any) -> None:
+        """Waits for updates that overlap."""
+
+    @abstractmethod
+    def consensus(self, optimizer: Any) -> None:
+        """Makes all ranks' weights equal."""
+
 
 class Net(torch.nn.Module):
-    """A small network: a body, a head, and a second head that only some scripts use."""
+    """A small network: a body whose weights lie in memory column by column, as they may, a middle, a head, and a second
+    head that only some scripts use."""
 
     def __init__(self, second: bool = False) -> None:
         super().__init__()
-        self.body = torch.nn.Linear(6, 5)
-        self.head = torch.nn.Linear(5, 1)
+        self.body = torch.nn.Linear(INPUTS, BODY)
+        self.body.weight = torch.nn.Parameter(torch.empty(INPUTS, BODY).t())
+        self.middle = torch.nn.Linear(BODY, MIDDLE)
+        self.head = torch.nn.Linear(MIDDLE, 1)
         if second:
-            self.second = torch.nn.Linear(5, 1)
+            self.second = torch.nn.Linear(MIDDLE, 1)
         generator = torch.Generator().manual_seed(0)  # not the one of torch, which threads share
         for parameter in self.parameters():
-            torch.nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
+            values = torch.rand(parameter.shape, generator=generator)
+            parameter.detach().copy_(0.6 * values - 0.3)
 
     def forward(self, inputs: torch.Tensor, second: bool = False) -> torch.Tensor:
-        hidden = torch.tanh(self.body(inputs))
+        hidden = torch.tanh(self.middle(torch.tanh(self.body(inputs))))
         result: torch.Tensor = self.head(hidden)
         return result + self.second(hidden) if second else result
 
 
 def batch_of(rank: int, step: int, count: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns inputs [count, 6] and targets [count, 1] of a rank in a step: points of a smooth function."""
-    inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
-    return inputs, torch.tanh(inputs @ torch.linspace(-1, 1, 6).unsqueeze(1)) + 1
+    """Returns inputs [count, 12] and targets [count, 1] of a rank in a step: points of a smooth function."""
+    inputs = torch.randn(count, INPUTS, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return inputs, torch.tanh(inputs @ torch.linspace(-0.7, 0.7, INPUTS).unsqueeze(1)) + 1
 
 
 def loss_of(run: Run, model: torch.nn.Module, step: int, **how: Any) -> torch.Tensor:
@@ -105,15 +145,24 @@ class Training:
 
     Attributes:
         complaints: errors that the script has found.
+        notes: numbers for the judge of a property, flat, by name.
     """
 
     model: Any
     optimizer: Any
-    complaints: list[str]
+    complaints: list[str] = field(default_factory=list)
+    notes: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, run: Run, number: int) -> None:
+        """Begins a step: the schedule sets its rate, as those of torch do, and gradients are zero."""
+        if run.rates != "constant":
+            for group in self.optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * RATES[run.rates][number]
+        self.optimizer.zero_grad()
 
     def step(self, run: Run, number: int) -> None:
         """Takes the simplest step: zero_grad, backward, step."""
-        self.optimizer.zero_grad()
+        self.begin(run, number)
         run.backward(loss_of(run, self.model, number), self.optimizer)
         self.optimizer.step()
 
@@ -123,10 +172,9 @@ class Training:
 
 
 def begin(run: Run, passes: int = 1, second: bool = False) -> Training:
-    """Makes a model, and SGD on all its parameters."""
+    """Makes a model, and an optimizer of all its parameters."""
     model = Net(second)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return Training(model, run.wrap(optimizer, model, passes), [])
+    return Training(model, run.wrap(run.make(model.parameters()), model, passes))
 
 
 Body = Callable[[Run], Training]
@@ -140,19 +188,21 @@ class Script:
         name: of its row in docs/algorithms.md.
         words: a refusal contains one of these.
         body: the function of each rank.
+        property: it is there for what it leaves, and not for something that people do.
     """
 
     name: str
     words: tuple[str, ...]
     body: Body
+    property: bool = False
 
 
 SCRIPTS: dict[str, Script] = {}
 
 
-def script(name: str, *words: str) -> Callable[[Body], Body]:
+def script(name: str, *words: str, property: bool = False) -> Callable[[Body], Body]:
     def register(body: Body) -> Body:
-        SCRIPTS[name] = Script(name, words, body)
+        SCRIPTS[name] = Script(name, words, body, property)
         return body
 
     return register
@@ -166,18 +216,32 @@ def plain(run: Run) -> Training:
     return training
 
 
-@script("GradScaler, overflow on one rank", "GradScaler", "scaler", "overflow")
-def grad_scaler(run: Run) -> Training:
+def _scaled(run: Run, scaler: torch.amp.GradScaler, overflows: range) -> Training:
+    """Trains with a loss scale; the gradients of rank 1 overflow in some steps."""
     training = begin(run)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         loss = scaler.scale(loss_of(run, training.model, number))
-        overflows = number == 4 and run.rank == 1
-        run.backward(loss * math.inf if overflows else loss, training.optimizer)
+        run.backward(loss * math.inf if number in overflows and run.rank == 1 else loss, training.optimizer)
         scaler.step(training.optimizer)
         scaler.update()
-    training.expect(scaler.get_scale() >= 512, f"the scale fell to {scaler.get_scale()}")
+    return training
+
+
+@script("GradScaler, scale halves six times", "GradScaler", "scaler", "overflow")
+def scale_halves(run: Run) -> Training:
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=1000)
+    training = _scaled(run, scaler, range(3, 9))
+    if run.rank == 1:  # halves of gradients overflow besides, as long as the scale is high
+        training.expect(128 <= scaler.get_scale() <= 1024, f"the scale fell to {scaler.get_scale()}")
+    return training
+
+
+@script("GradScaler, scale doubles ten times", "GradScaler", "scaler")
+def scale_doubles(run: Run) -> Training:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    training = _scaled(run, scaler, range(0))
+    training.expect(scaler.get_scale() >= 1024, f"the scale has risen to {scaler.get_scale()} only")
     return training
 
 
@@ -190,7 +254,7 @@ def _outlier(run: Run, model: torch.nn.Module, number: int) -> torch.Tensor:
 def clip(run: Run) -> Training:
     training = begin(run)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         run.backward(_outlier(run, training.model, number), training.optimizer)
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
         training.optimizer.step()
@@ -201,7 +265,7 @@ def clip(run: Run) -> Training:
 def clip_synchronized(run: Run) -> Training:
     training = begin(run)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         run.backward(_outlier(run, training.model, number), training.optimizer)
         training.optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
@@ -214,10 +278,37 @@ def clip_synchronized(run: Run) -> Training:
 def accumulation(run: Run) -> Training:
     training = begin(run, passes=2)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         for part in range(2):
             run.backward(loss_of(run, training.model, 2 * number + part) / 2, training.optimizer)
         training.optimizer.step()
+    return training
+
+
+@script("gradients thrown away between backward passes", "backward_passes_per_step", "backward")
+def thrown_away(run: Run) -> Training:
+    training = begin(run, passes=2)
+    for number in range(STEPS):
+        training.begin(run, number)
+        run.backward(loss_of(run, training.model, number) * 100, training.optimizer)
+        training.model.zero_grad()
+        run.backward(loss_of(run, training.model, number), training.optimizer)
+        training.optimizer.step()
+    return training
+
+
+@script("a hook that clamps gradients, made last", "hook", "backward")
+def hooked(run: Run) -> Training:
+    training = begin(run)
+
+    def clamp(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.02, 0.02)
+
+    for parameter in training.model.parameters():
+        parameter.register_post_accumulate_grad_hook(clamp)
+    for number in range(STEPS):
+        training.step(run, number)
     return training
 
 
@@ -225,7 +316,7 @@ def accumulation(run: Run) -> Training:
 def two_losses(run: Run) -> Training:
     training = begin(run)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         run.backward(loss_of(run, training.model, number) / 2, training.optimizer)
         run.backward(training.model.head.weight.square().sum() * 0.01, training.optimizer)
         run.backward(loss_of(run, training.model, STEPS + number) / 2, training.optimizer)
@@ -251,7 +342,7 @@ def closure(run: Run) -> Training:
     for number in range(STEPS):
 
         def evaluate(number: int = number) -> torch.Tensor:
-            training.optimizer.zero_grad()
+            training.begin(run, number)
             loss = loss_of(run, training.model, number)
             run.backward(loss, training.optimizer)
             return loss
@@ -260,27 +351,19 @@ def closure(run: Run) -> Training:
     return training
 
 
-@script("param_groups read by one rank", "param_groups")
-def groups_read(run: Run) -> Training:
+@script("param_groups read and written by one rank", "param_groups")
+def groups_used(run: Run) -> Training:
     training = begin(run)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         run.backward(loss_of(run, training.model, number), training.optimizer)
         if run.rank == 0:
-            training.expect(training.optimizer.param_groups[0]["lr"] == RATE, "the learning rate is another")
-        training.optimizer.step()
-    return training
-
-
-@script("param_groups written by one rank", "param_groups")
-def groups_written(run: Run) -> Training:
-    training = begin(run)
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        run.backward(loss_of(run, training.model, number), training.optimizer)
-        if run.rank == 1:
+            training.expect(
+                training.optimizer.param_groups[0]["lr"] == run.rate(number), "the learning rate is another"
+            )
+        else:
             for group in training.optimizer.param_groups:
-                group["lr"] = RATE
+                group["lr"] = run.rate(number)
                 group["seen"] = number
         training.optimizer.step()
     return training
@@ -290,10 +373,10 @@ def groups_written(run: Run) -> Training:
 def rate_changed(run: Run) -> Training:
     training = begin(run)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         run.backward(loss_of(run, training.model, number), training.optimizer)
         for group in training.optimizer.param_groups:
-            group["lr"] = RATE if number % 4 < 2 else RATE / 2
+            group["lr"] = run.rate(number) / (1 if number % 4 < 2 else 2)
         training.optimizer.step()
     return training
 
@@ -342,14 +425,14 @@ def weights_clamped(run: Run) -> Training:
     for number in range(STEPS):
         training.step(run, number)
         for parameter in training.model.parameters():
-            parameter.data.clamp_(-0.35, 0.35)
+            parameter.data.clamp_(-0.15, 0.15)
     return training
 
 
 @script("weights masked between steps", "weights", "parameter")
 def weights_masked(run: Run) -> Training:
     training = begin(run)
-    mask = torch.ones(5, 6)
+    mask = torch.ones(BODY, INPUTS)
     mask[::2, ::2] = 0
     for number in range(STEPS):
         training.step(run, number)
@@ -358,17 +441,37 @@ def weights_masked(run: Run) -> Training:
     return training
 
 
+@script("consensus, weights pruned, then reseed()", "weights", "parameter", "reseed")
+def pruned(run: Run) -> Training:
+    training = begin(run)
+    mask = torch.ones(MIDDLE, BODY)
+    mask[1::2, ::2] = 0
+    for number in range(STEPS):
+        if number == STEPS // 2:
+            run.consensus(training.optimizer)
+            with torch.no_grad():
+                training.model.middle.weight.mul_(mask)
+            run.reseed(training.optimizer)
+            run.barrier()
+            before = copy.deepcopy(training.model.state_dict())
+        training.step(run, number)
+        if number == STEPS // 2:
+            moved = _distance(training.model, before)
+            training.expect(moved < 0.2, f"what was pruned has come back: after a step, a weight is {moved:.3f} off")
+    return training
+
+
 @script("a layer unfrozen, a group added", "group", "parameter", "unfrozen")
 def unfrozen(run: Run) -> Training:
     model = Net()
     model.body.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.head.parameters(), lr=RATE)
-    training = Training(model, run.wrap(optimizer, model), [])
+    rest = [*model.middle.parameters(), *model.head.parameters()]
+    training = Training(model, run.wrap(run.make(rest), model))
     before = model.body.weight.detach().clone()
     for number in range(STEPS):
         if number == STEPS // 2:
             model.body.requires_grad_(True)
-            training.optimizer.add_param_group({"params": list(model.body.parameters()), "lr": RATE / 2})
+            training.optimizer.add_param_group({"params": list(model.body.parameters()), "lr": run.rate() / 2})
         training.step(run, number)
     training.expect(not torch.equal(before, model.body.weight), "what was unfrozen has not been trained")
     return training
@@ -378,7 +481,7 @@ def unfrozen(run: Run) -> Training:
 def partly_used(run: Run) -> Training:
     training = begin(run, second=True)
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, number)
         run.backward(loss_of(run, training.model, number, second=run.rank == 1), training.optimizer)
         training.optimizer.step()
     return training
@@ -405,19 +508,20 @@ class _Failing(torch.autograd.Function):
 
 @script("an exception in backward that the script catches", "backward")
 def caught(run: Run) -> Training:
-    training = begin(run)
+    training, taken = begin(run), 0
     for number in range(STEPS):
-        training.optimizer.zero_grad()
+        training.begin(run, taken)
         loss = loss_of(run, training.model, number)
         if number == 4 and run.rank == 1:
-            hidden = torch.tanh(_Failing.apply(training.model.body(batch_of(run.rank, number)[0])))
-            loss = training.model.head(hidden).square().mean()
+            hidden = _Failing.apply(training.model.body(batch_of(run.rank, number)[0]))
+            loss = training.model.head(torch.tanh(training.model.middle(hidden))).square().mean()
         try:
             run.backward(loss, training.optimizer)
         except RuntimeError:
             training.optimizer.zero_grad()
             continue
         training.optimizer.step()
+        taken += 1  # by which the rate is scheduled
     run.join()
     return training
 
@@ -486,4 +590,139 @@ def resumed(run: Run) -> Training:
             training.optimizer.load_state_dict(found["optimizer"])
             run.barrier()
         training.step(run, number)
+    return training
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+# What an algorithm promises besides a trained model: each of these leaves numbers, of which `properties.py` judges.
+
+
+def _apart(run: Run) -> Net:
+    """Returns a model whose weights differ between the ranks."""
+    model = Net()
+    generator = torch.Generator().manual_seed(run.rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
+    return model
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    """Returns all parameters as one flat tensor."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+@script("ranks that begin apart and wait, at rate 0", property=True)
+def at_rest(run: Run) -> Training:
+    """Leaves the weights `begun` with, and those that ranks have `settled` on when all answers are there."""
+    model = _apart(run)
+    training = Training(model, run.wrap(run.make(model.parameters(), 0.0), model))
+    training.notes["begun"] = flat(model)
+    for number in range(STEPS):
+        waits = run.rank == 1 and number % MEETING == 1 and not run.even  # in the next barrier, while others step
+        if not waits:
+            training.optimizer.zero_grad()
+            run.backward(loss_of(run, model, number), training.optimizer)
+            training.optimizer.step()
+        if number % MEETING == MEETING - 1:
+            run.barrier()
+    training.optimizer.state_dict()  # waits for what is pending
+    training.notes["settled"] = flat(model)
+    return training
+
+
+TARGETS, FACTOR, LONG = 0.1, 0.2, 40  # how far ranks' optima lie apart, the rate, and the steps until the optimum
+
+
+def optimum(rank: int) -> torch.Tensor:
+    """Returns the weights, flat, at which a rank's quadratic loss is least."""
+    model = Net()
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return flat(model) + 0.5 + TARGETS * (2 * torch.rand(flat(model).shape, generator=generator) - 1)
+
+
+@script("a quadratic loss, to its optimum", property=True)
+def quadratic(run: Run) -> Training:
+    model = Net()
+    training = Training(model, run.wrap(run.make(model.parameters(), FACTOR), model))
+    mine = optimum(run.rank)
+    for number in range(LONG):
+        training.optimizer.zero_grad()
+        weights = torch.cat([parameter.reshape(-1) for parameter in model.parameters()])
+        run.backward((weights - mine).square().sum() / 2, training.optimizer)
+        training.optimizer.step()
+        if number % MEETING == MEETING - 1 and not run.even:
+            run.barrier()
+    training.notes["end"] = flat(model)
+    return training
+
+
+SMALL, MANY = 1e-3, 64
+
+
+@script("many small steps", property=True)
+def small_steps(run: Run) -> Training:
+    """Each moves each weight of about 1 by a thousandth, which halves do not resolve."""
+    model = Net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.85)
+    training = Training(model, run.wrap(run.make(model.parameters(), SMALL), model))
+    training.notes["begun"] = flat(model)
+    for _ in range(MANY):
+        training.optimizer.zero_grad()
+        run.backward(sum(p.sum() for p in model.parameters()), training.optimizer)  # type: ignore[arg-type]
+        training.optimizer.step()
+    return training
+
+
+def _ledger(run: Run, scaler: torch.amp.GradScaler) -> Training:
+    """Trains, and leaves what was `given` (the sum of rates times this rank's gradients), where weights `begun`, and
+    the last rate."""
+    training = begin(run)
+    parameters = list(training.model.parameters())
+    training.notes["begun"] = flat(training.model).double()
+    given = torch.zeros_like(training.notes["begun"])
+    for number in range(STEPS):
+        training.begin(run, number)
+        loss = loss_of(run, training.model, number)
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        given += run.rate(number) * torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
+        run.backward(scaler.scale(loss), training.optimizer)
+        scaler.step(training.optimizer)
+        scaler.update()
+    run.synchronize(training.optimizer)
+    training.notes["given"], training.notes["end"] = given, flat(training.model).double()
+    training.notes["last"] = torch.tensor(run.rate(STEPS - 1))
+    return training
+
+
+@script("a ledger of gradients", property=True)
+def ledger(run: Run) -> Training:
+    return _ledger(run, torch.amp.GradScaler("cpu", enabled=False))
+
+
+@script("a ledger of gradients, scale doubles", property=True)
+def ledger_scaled(run: Run) -> Training:
+    return _ledger(run, torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1))
+
+
+@script("uneven data, then weights set and reseed()", "join", "reseed", property=True)
+def uneven_then_set(run: Run) -> Training:
+    training = begin(run)
+    for number in range(STEPS if run.rank == 0 else STEPS - 5):
+        training.step(run, number)
+    run.join()
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.fill_(0.5)
+    run.reseed(training.optimizer)
+    run.barrier()
+    for number in range(MEETING):
+        training.optimizer.zero_grad()
+        run.backward(loss_of(run, training.model, number), training.optimizer)
+        training.optimizer.step()
+    training.notes["end"] = flat(training.model)
     return training

@@ -10,11 +10,12 @@ from pathlib import Path
 from tests.meetings import cells
 from tests.meetings.cells import Cell
 from tests.meetings.judge import Outcome
-from tests.meetings.scripts import SCRIPTS
+from tests.meetings.scripts import OPTIMIZERS, SCRIPTS
 
 BEGIN = "<!-- what works with what: written by `python -m tests.meetings` -->"
 END = "<!-- what works with what: end -->"
 Pair = frozenset[str]
+SAID = {Outcome.EQUAL: "as one process", Outcome.WITHIN: "within limits", Outcome.REFUSED: "refused"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Documented:
 
 
 def _names(cell: Cell) -> frozenset[str]:
-    return frozenset((cell.script, cell.algorithm, cell.codec, f"overlap {cell.overlap}"))
+    return frozenset((cell.script, cell.algorithm, cell.codec, f"overlap {cell.overlap}", cell.optimizer))
 
 
 def write(document: Path, outcomes: Mapping[Cell, Outcome], sentences: Mapping[Pair, str]) -> None:
@@ -48,15 +49,29 @@ def write(document: Path, outcomes: Mapping[Cell, Outcome], sentences: Mapping[P
     document.write_text(before + BEGIN + "\n" + _page(outcomes, sentences) + END + after, encoding="utf-8")
 
 
+def summary(outcomes: Mapping[Cell, Outcome]) -> list[str]:
+    """Returns a table of how many cells there were in each world, by outcome, and how many had something encoded."""
+    lines = [_row(["ranks", "nodes", "graphs", "cells", *SAID.values(), "with a codec at work"])]
+    lines.append(_row(["---"] * (5 + len(SAID))))
+    for name, world in cells.WORLDS.items():
+        here = {cell: outcome for cell, outcome in outcomes.items() if cell.world == name}
+        graphs = sorted({cell.graph for cell in here} - {""})
+        counts = [sum(outcome is kind for outcome in here.values()) for kind in SAID]
+        encoded = sum(cell.encodes and outcome is not Outcome.REFUSED for cell, outcome in here.items())
+        numbers = [world.size, len(world.nodes), ", ".join(graphs), len(here), *counts, encoded]
+        lines.append(_row([str(number) for number in numbers]))
+    return lines
+
+
 def _page(outcomes: Mapping[Cell, Outcome], sentences: Mapping[Pair, str]) -> str:
     lines = ["", _row(["", *cells.ALGORITHMS]), _row(["---"] * (1 + len(cells.ALGORITHMS)))]
-    for script in SCRIPTS:
+    for script in (name for name in SCRIPTS if any(cell.script == name for cell in outcomes)):
         marks = []
         for algorithm in cells.ALGORITHMS:
             found = {out for cell, out in outcomes.items() if (cell.script, cell.algorithm) == (script, algorithm)}
             refused = frozenset((script, algorithm)) in sentences
-            best = Outcome.REFUSED if refused else next(o for o in Outcome if o in found or o is Outcome.REFUSED)
-            marks.append(best.value)
+            best = Outcome.REFUSED if refused else next((o for o in Outcome if o in found), None)
+            marks.append("" if best is None else best.value)
         lines.append(_row([script, *marks]))
     kinds = [*cells.CODECS, *(f"overlap {way}" for way in cells.OVERLAPS[1:])]
     lines += ["", _row(["", *cells.ALGORITHMS]), _row(["---"] * (1 + len(cells.ALGORITHMS)))]
@@ -64,7 +79,7 @@ def _page(outcomes: Mapping[Cell, Outcome], sentences: Mapping[Pair, str]) -> st
         names = [frozenset((algorithm, kind)) in sentences for algorithm in cells.ALGORITHMS]
         lines.append(_row([kind, *("no" if refused else "yes" for refused in names)]))
     lines += ["", "Combinations that are refused, with the error (of the first, where there are several):", ""]
-    order = [*SCRIPTS, *kinds, *cells.ALGORITHMS]
+    order = [*SCRIPTS, *kinds, *OPTIMIZERS, *cells.ALGORITHMS]
     together: dict[str, list[str]] = {}
     for pair in sorted(sentences, key=lambda pair: sorted(map(order.index, pair))):
         one, other = sorted(pair, key=order.index)
@@ -72,7 +87,12 @@ def _page(outcomes: Mapping[Cell, Outcome], sentences: Mapping[Pair, str]) -> st
     for one, others in together.items():
         said = sentences[frozenset((one, others[0]))]
         lines.append(f"- **{one}** with {', '.join(f'**{other}**' for other in others)}: {said}")
-    return "\n".join([*lines, ""])
+    lines += [
+        "",
+        "The cells of the last run, which also judges properties, with more ranks on graphs that are sparse:",
+        "",
+    ]
+    return "\n".join([*lines, *summary(outcomes), ""])
 
 
 def _row(columns: list[str]) -> str:
