@@ -55,6 +55,10 @@ class Watched:
         rest = (expanded(root, self._places), list(tests))
         return [(files, first), rest] if first else [rest]
 
+    def meet(self, test: str, failed: bool, seconds: float) -> None:
+        """Notes a test that has come since the others were watched. It is taken for one that runs any line."""
+        self.tests[test] = {"seconds": round(seconds, 3), "failed": failed, "blind": True}
+
     def limit(self, tests: Sequence[str]) -> float:
         """Returns the seconds after which a change hangs."""
         return _LEAST_S + _SLOWER * sum(self.tests[test]["seconds"] for test in tests)

@@ -69,17 +69,19 @@ class Watch:
 
 
 class Try:
-    """Leaves the tests that a file names, in its order; those that it does not know come in front of them."""
+    """Leaves the tests that a file names, in its order; those that it does not know come in front of them, unless it
+    knows nothing."""
 
     def __init__(self, file: Path, found: Path) -> None:
         plan = json.loads(file.read_text(encoding="utf-8"))
         self._order: dict[str, int] = {name: place for place, name in enumerate(plan["tests"])}
-        self._known = set(plan["known"])
+        self._known: set[str] | None = set(plan["known"]) or None
         self._found = found
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self._order or item.nodeid not in self._known]
+        unknown = set() if self._known is None else {item.nodeid for item in items} - self._known
+        items[:] = [item for item in items if item.nodeid in self._order or item.nodeid in unknown]
         items.sort(key=lambda item: self._order.get(item.nodeid, -1))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
