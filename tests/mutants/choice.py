@@ -20,7 +20,7 @@ from tests.mutants.changes import Change
 
 _BINS_S = (0.03, 0.2, 1.0, 5.0)  # tests of a file stay together as long as they take about as long
 _SLOWER = 8.0  # than when they were watched: tests on a busy machine, before the change counts as one that hangs
-_LEAST_S = 60.0
+_LEAST_S = 120.0
 _FIRST = 24  # tests
 _SOURCES = "sources.json"
 

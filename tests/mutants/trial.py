@@ -45,6 +45,76 @@ class Verdict(NamedTuple):
     output: str  # the end of what pytest printed
 
 
+class KeptKernels:
+    """Machine code of the kernels that a change leaves as they were.
+
+    A file of machine code is named after the source of all kernels (`fusion_rt.kernels.machine_code`), so that any
+    change would have all of them compiled, for a minute. But those of other parts are the same: they get the new name.
+
+    Args:
+        folder: a copy of the tree.
+        environment: of a process that imports from it.
+    """
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder, self._environment = folder, environment
+        self._kept = folder / "fusion_rt" / "kernels" / "__pycache__"
+        self._parts: dict[str, list[str]] = {}  # kernels, by file; those of `_kernels.py` are all others
+        self._key = ""
+
+    def keep(self, module: str) -> None:
+        """Gives machine code its new name, after a module was changed."""
+        if not module.startswith("fusion_rt/kernels/_"):
+            return
+        if not self._parts:
+            raise RuntimeError("kernels are prepared before any is changed")
+        new, part = self._asked(_KEY), Path(module).name
+        others = {kernel for name, kernels in self._parts.items() if name != part for kernel in kernels}
+        named = {kernel for kernels in self._parts.values() for kernel in kernels}
+        for code in self._kept.glob(f"*-{self._key}.o"):
+            kernel = code.name.removesuffix(f"-{self._key}.o")
+            if kernel in others or (kernel not in named and part != "_kernels.py"):
+                os.link(code, self._kept / f"{kernel}-{new}.o")
+
+    def prepare(self, module: str) -> None:
+        """Compiles what is there of other versions, before a first change of kernels."""
+        if module.startswith("fusion_rt/kernels/_") and not self._parts:
+            self._key, self._parts = self._asked(_PREPARE)
+
+    def forget(self) -> None:
+        """Removes machine code of changes."""
+        for code in self._kept.glob("*.o") if self._key else ():
+            if not code.name.endswith(f"-{self._key}.o"):
+                code.unlink()
+
+    def _asked(self, script: str) -> Any:
+        command = [sys.executable, "-c", script]
+        return json.loads(
+            subprocess.run(
+                command, cwd=self._folder, env=self._environment, stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
+        )
+
+
+_KEY = """
+import json
+from fusion_rt.kernels.machine_code import MachineCode
+print(json.dumps(MachineCode([])._key))
+"""
+_PREPARE = """
+import json
+from pathlib import Path
+from fusion_rt.kernels import _kernels
+from fusion_rt.kernels.machine_code import MachineCode, cache_folders
+code = MachineCode(cache_folders())
+code.prepare({path.stem.rpartition("-")[0] for path in cache_folders()[0].glob("*.o")})
+parts = {}
+for name, kernel in _kernels._NAMED.items():
+    parts.setdefault(Path(kernel.__code__.co_filename).name, []).append(name)
+print(json.dumps([code._key, parts]))
+"""
+
+
 class Copy:
     """A copy of the tree, and the process that tries changes in it.
 
@@ -62,6 +132,7 @@ class Copy:
             "OMP_NUM_THREADS": "1",
             _AUTOLOAD: "0",
         }
+        self._kernels = KeptKernels(folder, environment)
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.mutants.trial"],
             cwd=folder,
@@ -103,12 +174,15 @@ class Copy:
         self, module: str, code: str, files: Sequence[str], tests: Sequence[str], known: Sequence[str], limit: float
     ) -> Verdict:
         path = self._folder / module
+        self._kernels.prepare(module)
         status, before = path.stat(), path.read_bytes()
         try:
             path.write_text(code, encoding="utf-8")
             _forget(path)
+            self._kernels.keep(module)
             return self._run(files, tests, known, limit)
         finally:
+            self._kernels.forget()
             path.write_bytes(before)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
             _forget(path)
