@@ -48,6 +48,18 @@ def test_indices_become_the_bits_of_the_reference_and_come_back(
     assert decoded.tolist() == indices.tolist()
 
 
+@pytest.mark.parametrize("bits", [0, 3, 8, 16])
+@pytest.mark.parametrize("density", [0.01, 0.3])
+def test_nothing_is_written_behind_a_code(bits: int, density: float) -> None:
+    indices = drawn(400, 0, density, 1)
+    parts = coding.encode(indices, 0, bits)
+    high, low = (np.append(np.zeros_like(part), np.full(8, 0xA5, np.uint8)) for part in parts)
+    coding._encode(indices.ctypes.data, len(indices), 0, bits, high.ctypes.data, low.ctypes.data)
+    for part, written in zip(parts, (high, low), strict=True):
+        assert written[:-8].tobytes() == part.tobytes()
+        assert (written[-8:] == 0xA5).all()
+
+
 def test_without_low_bits_the_code_is_a_bitmap() -> None:
     indices = drawn(1000, 0, 0.5, 1)
     bitmap = np.zeros(1000, bool)

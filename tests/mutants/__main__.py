@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument(
         "--most", type=float, default=20.0, help="seconds of tests in a first round; those left get all"
     )
+    parser.add_argument("--quick", action="store_true", help="leave all further tests of survivors for later")
     parser.add_argument("--again", nargs="*", metavar="NAME", help="try survivors once more")
     parser.add_argument("--fresh", action="store_true", help="forget earlier work")
     parser.add_argument("--report", action="store_true", help="only write results.json")
@@ -75,7 +77,7 @@ def main() -> int:
         work.remember(drawn)
         if choices.again is None:
             attempt_all(pending, work, choices.jobs, choices.most)
-            pending = [(group, change) for group, change in drawn if work.survived(change, some=True)]
+            pending = [each for each in drawn if not choices.quick and work.survived(each[1], some=True)]
         attempt_all(pending, work, choices.jobs, math.inf, talkative=bool(choices.again))
     return report(drawn, work, choices)
 
@@ -184,14 +186,10 @@ def attempt_all(
         finally:
             copy.close()
 
-    threads = [
-        threading.Thread(target=work_on, args=(Copy(TREE, FOLDER / f"copy-{number}"),))
-        for number in range(min(jobs, len(pending)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    copies = [Copy(TREE, FOLDER / f"copy-{number}") for number in range(min(jobs, len(pending)))]
+    with ThreadPoolExecutor(len(copies)) as threads:
+        for future in [threads.submit(work_on, copy) for copy in copies]:
+            future.result()
 
 
 def attempt(copy: Copy, watched: Watched, change: Change, most: float) -> Verdict:

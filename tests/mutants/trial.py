@@ -69,6 +69,8 @@ class KeptKernels:
         if not self._parts:
             raise RuntimeError("kernels are prepared before any is changed")
         new, part = self._asked(_KEY), Path(module).name
+        if new == self._key:
+            return  # nothing is changed
         others = {kernel for name, kernels in self._parts.items() if name != part for kernel in kernels}
         named = {kernel for kernels in self._parts.values() for kernel in kernels}
         for code in self._kept.glob(f"*-{self._key}.o"):
