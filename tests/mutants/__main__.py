@@ -198,7 +198,7 @@ def attempt(copy: Copy, watched: Watched, change: Change, most: float) -> Verdic
     code = changes.mutated(source, change.operator, change.occurrence)
     tests = watched.tests_of(source, change, most)
     spent = 0.0
-    for files, some in watched.rounds(TREE, tests):
+    for files, some in watched.rounds(TREE, tests, most < math.inf):
         while True:
             verdict = copy.attempt(change.module, code, files, some, list(watched.tests), watched.limit(some))
             spent += verdict.seconds

@@ -43,17 +43,24 @@ class Watched:
         self._files = self._data.measured_files()
         self._lines: dict[str, dict[int, set[str]]] = {}
 
-    def rounds(self, root: Path, tests: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+    def rounds(self, root: Path, tests: Sequence[str], some: bool) -> list[tuple[list[str], list[str]]]:
         """Divides the tests of a change: a few to begin with, which find most changes, and the rest. To collect all
         tests of a folder takes longer than to run those.
+
+        Args:
+            some: whether these are not all tests: then new ones, in other files, can wait.
 
         Returns:
             For each round the files or folders, and the tests.
         """
-        first = tests[:_FIRST]
-        files = list(dict.fromkeys(test.partition("::")[0] for test in first))
-        rest = (expanded(root, self._places), list(tests))
-        return [(files, first), rest] if first else [rest]
+        first, files = tests[:_FIRST], list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        started = list(dict.fromkeys(test.partition("::")[0] for test in first))
+        rounds = [(started, list(first))] if first else []
+        if not some:
+            rounds.append((expanded(root, self._places), list(tests)))
+        elif len(tests) > len(first):
+            rounds.append((files, list(tests)))
+        return rounds
 
     def meet(self, test: str, failed: bool, seconds: float) -> None:
         """Notes a test that has come since the others were watched. It is taken for one that runs any line."""

@@ -49,7 +49,9 @@ GROUPS = {
         ("daemon/fusiond/engine", "daemon/fusiond/operations", "daemon/fusiond/collectives"),
         ("tests/fusiond/engine", "tests/fusiond/operations", "tests/fusiond/collectives"),
     ),
-    "synchroniser": Group(("fusion_rt/torch/sync",), ("tests/torch/sync", "tests/torch/test_optimizer.py")),
+    "synchroniser": Group(
+        ("fusion_rt/torch/sync",), ("tests/torch/sync", "tests/torch/node", "tests/torch/test_optimizer.py")
+    ),
     "sync_batch_norm": Group(("fusion_rt/torch/sync_batch_norm.py",), ("tests/torch/test_sync_batch_norm.py",)),
 }
 LEAST = 12  # changes of a group
