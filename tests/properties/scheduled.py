@@ -79,6 +79,16 @@ class Parameters(Schedule):
         self._steps_of.append([last] * ranks)
         self._meetings.append("barrier")
 
+    def run(self) -> None:
+        """Goes on until all scripts have ended and all messages have arrived. No clock is passed by halves then: the
+        others wait in a barrier for the one that is ahead."""
+        super().run()
+        job, plan = self._job, self._trainings[0][0].plan.id
+        clocks = [job.engine(rank).homes._clients[plan, 0, rank].clock for rank in job.ranks]
+        for rank in sorted(job.ranks, key=clocks.__getitem__):
+            self._submit(rank, "level", "barrier")
+            job.settle()
+
     @property
     def job(self) -> Any:
         return self._job

@@ -37,17 +37,19 @@ class Gossip(HomeAlgorithm[Spec]):
         if part.kind != "post" and part.clock < home.scratch.get("clock", _BEGIN)[0]:
             self.late(home, part)
             return
+        before = any(clock < part.clock and home.rank in slot for clock, slot in home.slots.items())
         home.slots.setdefault(part.clock, {})[part.rank] = part
-        if part.rank == home.rank:
-            receivers = [rank for rank, _ in self.graph.outgoing(home.rank, part.clock) if rank in home.present]
-            if part.kind == "post":
-                yield self.outgoing(home, part, receivers)
-            else:
-                yield self.passing(home, part, receivers)
-            senders = [rank for rank, _ in self.graph.incoming(home.rank, part.clock) if rank in home.present]
-            if home.leads and (silent := set(senders).difference(receivers)):  # they do not hear how far this rank is
-                yield Send(sorted(silent), "want", part.values[:0], part.clock, payload=_NOTHING)
+        if part.rank == home.rank and not before:  # else when the clock that this rank has passed is over
+            yield from self._begin(home, part)
         yield from self._mix(home)
+
+    def _begin(self, home: Home, own: Contribution) -> Iterator[Step]:
+        """Begins the clock of this rank's own part: its neighbours are sent what they mix."""
+        receivers = [rank for rank, _ in self.graph.outgoing(home.rank, own.clock) if rank in home.present]
+        yield self.outgoing(home, own, receivers) if own.kind == "post" else self.passing(home, own, receivers)
+        senders = [rank for rank, _ in self.graph.incoming(home.rank, own.clock) if rank in home.present]
+        if home.leads and (silent := set(senders).difference(receivers)):  # they do not hear how far this rank is
+            yield Send(sorted(silent), "want", own.values[:0], own.clock, payload=_NOTHING)
 
     def without(self, home: Home, rank: int) -> Iterator[Step]:
         del rank
@@ -88,6 +90,8 @@ class Gossip(HomeAlgorithm[Spec]):
                 else:
                     self.passed(home, parts)
                     yield Passed(own)
+                if following := [number for number in home.slots if home.rank in home.slots[number]]:
+                    yield from self._begin(home, home.slots[following[0]][home.rank])
             elif home.rank in slot:
                 return  # one clock after the other
 
