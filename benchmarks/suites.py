@@ -153,6 +153,10 @@ SUITES = {
         "loss by steps with K-FAC, LARS and LAMB, beside SGD", 3,
         (_part(""),), (_part("--seeds 1 --steps 10"),),
     ),
+    "gossip": Suite(
+        "mixing without gradients: the mean, and how fast ranks come together", 2,
+        (_part(""),), (_part("--exchanges 20"),),
+    ),
     "encryption": Suite(
         "what encryption costs between hosts", 10,
         (_lab(""),), (_lab("--rates unshaped --rounds 1"),),

@@ -135,11 +135,24 @@ def low_bandwidth_losses(axes: Any, found: All) -> None:
     figure.legend(loc="outside lower center", ncols=4, fontsize=6)
 
 
+def spreads(axes: Any, found: All) -> None:
+    """Plots how fast ranks come together: where all take part, and where some wait (thin)."""
+    (record,) = records(found, "gossip")
+    for index, (name, runs) in enumerate(record.details.items()):
+        for run, width, label in ((runs["all"], 1.4, name), (runs["waits"], 0.6, None)):
+            shown = [max(spread, 1e-8) for spread in run["spread"]]
+            dashed = "-" if "topk" in name or "fp16" in name else "--"
+            axes.plot(run["exchanges"], shown, color=f"C{index % 10}", linewidth=width, linestyle=dashed, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="exchanges", ylabel="spread / spread at the beginning")
+    axes.legend(fontsize=6, ncols=2)
+
+
 PLOTS: dict[str, Callable[[Any, All], None]] = {
     "allreduce": allreduce_ratios,
     "step": step_times,
     "overlap": exposed,
     "slow_network": slow_network_steps,
+    "gossip": spreads,
     "kfac": loss_by_steps,
     "low_bandwidth": low_bandwidth_losses,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from benchmarks import algorithms, convergence, kfac, networks, solvers, straggler
+from benchmarks import algorithms, convergence, gossip, kfac, networks, solvers, straggler
 from benchmarks.common import runs
 from benchmarks.common.tables import Table
 from benchmarks.report.measured import All, records
@@ -113,9 +113,16 @@ def _codec_cells(each: convergence.Runs, codec: str) -> list[str]:
     ]
 
 
+def mixing(found: All) -> str:
+    """Makes the table of mixing without gradients."""
+    (record,) = records(found, "gossip")
+    return gossip.table(record).markdown()
+
+
 TABLES: dict[str, Callable[[All], str]] = {
     "straggler": slow_worker,
     "networks": slow_networks,
+    "gossip": mixing,
     "kfac": second_order,
     "algorithms": losses,
     "solvers": classical,

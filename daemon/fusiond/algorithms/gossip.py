@@ -136,11 +136,10 @@ class Averaging(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
     def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
         kind = home.dtype.storage.type
         told = home.scratch.pop("told", own.values)
-        total: Array = told * kind(1.0 - sum(weight for _, weight in parts))
+        change: Array = np.zeros(home.elements, home.dtype.storage)
         for part, weight in parts:
-            total += kind(weight) * part.values
-        total -= told
-        return Answer(own, total, added=True)
+            change += kind(weight) * (part.values - told)
+        return Answer(own, change, added=True)
 
     def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         del home

@@ -93,9 +93,9 @@ class Homes:
     def _open(self, bucket: int, rank: int) -> None:
         home = _Home(rank, self._host.cluster.ranks, F32, 1, ((0, 1, 0),), bucket == 0)
         home.optimizer = cast("Any", _Optimizer())
-        if rank < 0:
-            home.value = np.zeros(1, np.float32)
+        home.value = np.zeros(1, np.float32)
         home.codec = Dense().open(Layout(F32, 1))
+        self._algorithm.begun(home)
         exclusive = self._algorithm.exclusive
         self._boxes[bucket, rank] = _Box(home, bucket, 1 if exclusive else self._host.costs.threads)
 
