@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec, Layout
@@ -57,7 +56,7 @@ class LowRank(Exchange):
         all_reduce: MakeExchange,
     ) -> None:
         super().__init__(port)
-        self._reducer = replace(reducer, postscale=reducer.postscale * codec.loss_scale)
+        self._reducer, self._scale = reducer, reducer.postscale * codec.loss_scale
         self._codec = codec
         self._sources, self._outputs = sources, outputs
         self._all_reduce = all_reduce
@@ -129,7 +128,7 @@ class LowRank(Exchange):
     def _apply(self) -> None:
         if self._codec.usable(self._factors[1]):
             self._is_applied = True
-            self._codec.finish(self._factors[1], self._outputs, self._reducer.postscale, self._reducer.divisor)
+            self._codec.finish(self._factors[1], self._outputs, self._scale, self._reducer.divisor)
         else:
             self._undo()
 

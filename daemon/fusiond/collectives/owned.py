@@ -21,7 +21,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -60,7 +59,7 @@ class Compressed(Exchange):
         chosen: WorkerSelection | None = None,
     ) -> None:
         super().__init__(port)
-        self._reducer = replace(reducer, postscale=reducer.postscale * codec.loss_scale)
+        self._reducer, self._scale = reducer, reducer.postscale * codec.loss_scale
         self._codec, self._chosen = codec, chosen
         codec.node, codec.nodes = port.position, port.nodes
         self._sources, self._outputs = sources, outputs
@@ -156,7 +155,7 @@ class Compressed(Exchange):
             for output in self._outputs:
                 output[:] = 0
             self._blanked = True
-        self._codec.write(portion, self._outputs, self._reducer.postscale, self._reducer.divisor)
+        self._codec.write(portion, self._outputs, self._scale, self._reducer.divisor)
 
     def _finish(self) -> None:
         """All is written, or the step is spoiled."""
@@ -164,7 +163,7 @@ class Compressed(Exchange):
 
     def _end(self) -> None:
         if not self._spoiled:
-            self._codec.complete(self._outputs, self._reducer.postscale, self._reducer.divisor)
+            self._codec.complete(self._outputs, self._scale, self._reducer.divisor)
             return
         self._codec.undo(self._mine, self._values)
         self._mine = None
