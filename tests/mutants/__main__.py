@@ -197,10 +197,10 @@ def attempt(copy: Copy, watched: Watched, change: Change, most: float) -> Verdic
     source = (TREE / change.module).read_text(encoding="utf-8")
     code = changes.mutated(source, change.operator, change.occurrence)
     tests = watched.tests_of(source, change, most)
-    spent = 0.0
+    spent, known = 0.0, list(watched.tests) if most == math.inf else ()  # new tests can wait
     for files, some in watched.rounds(TREE, tests, most < math.inf):
         while True:
-            verdict = copy.attempt(change.module, code, files, some, list(watched.tests), watched.limit(some))
+            verdict = copy.attempt(change.module, code, files, some, known, watched.limit(some))
             spent += verdict.seconds
             if "::" not in verdict.by or verdict.by in watched.tests:
                 break

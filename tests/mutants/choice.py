@@ -21,6 +21,7 @@ from tests.mutants.changes import Change
 _BINS_S = (0.03, 0.2, 1.0, 5.0)  # tests of a file stay together as long as they take about as long
 _SLOWER = 8.0  # than when they were watched: tests on a busy machine, before the change counts as one that hangs
 _LEAST_S = 120.0
+_ROOT = Path(__file__).resolve().parents[2]
 _FIRST = 24  # tests
 _SOURCES = "sources.json"
 
@@ -62,6 +63,9 @@ class Watched:
             rounds.append((files, list(tests)))
         return rounds
 
+    def _is_there(self, test: str) -> bool:
+        return (_ROOT / test.partition("::")[0]).exists()
+
     def meet(self, test: str, failed: bool, seconds: float) -> None:
         """Notes a test that has come since the others were watched. It is taken for one that runs any line."""
         self.tests[test] = {"seconds": round(seconds, 3), "failed": failed, "blind": True}
@@ -92,7 +96,7 @@ class Watched:
         useful = [
             name
             for name, test in self.tests.items()
-            if not test["failed"] and (name in seen or test["blind"] or not seen)
+            if not test["failed"] and (name in seen or test["blind"] or not seen) and self._is_there(name)
         ]
         words = _words(change.module)
 

@@ -96,11 +96,20 @@ def watched(folder: Path) -> Watched:
     """Tests `slow` and `quick` run lines 1 to 3, `other` line 5, and `blind` nobody knows."""
     coverage = pytest.importorskip("coverage")
     data = coverage.CoverageData(str(folder / "lines.coverage"))
-    for test, lines in (("test_a.py::slow", [1, 2, 3]), ("test_a.py::quick", [2, 3]), ("test_a.py::other", [5])):
+    for test, lines in (
+        ("tests/mutants/test_mutants.py::slow", [1, 2, 3]),
+        ("tests/mutants/test_mutants.py::quick", [2, 3]),
+        ("tests/mutants/test_mutants.py::other", [5]),
+    ):
         data.set_context(test)
         data.add_lines({"/somewhere/module.py": lines})
     data.write()
-    seconds = {"test_a.py::slow": 3.0, "test_a.py::quick": 0.01, "test_a.py::other": 0.01, "test_b.py::blind": 0.01}
+    seconds = {
+        "tests/mutants/test_mutants.py::slow": 3.0,
+        "tests/mutants/test_mutants.py::quick": 0.01,
+        "tests/mutants/test_mutants.py::other": 0.01,
+        "tests/docs/test_prose.py::blind": 0.01,
+    }
     tests = {test: {"seconds": each, "failed": False, "blind": "blind" in test} for test, each in seconds.items()}
     (folder / "tests.json").write_text(json.dumps(tests), encoding="utf-8")
     (folder / "sources.json").write_text(json.dumps({"module.py": OLD}), encoding="utf-8")
@@ -116,16 +125,20 @@ def change(line: int) -> Change:
 
 def test_a_change_is_tried_on_the_tests_that_run_its_line_quick_ones_first_and_blind_ones_last(tmp_path: Path) -> None:
     known = watched(tmp_path)
-    assert known.tests_of(OLD, change(2)) == ["test_a.py::quick", "test_a.py::slow", "test_b.py::blind"]
-    assert known.tests_of(OLD, change(5)) == ["test_a.py::other", "test_b.py::blind"]
+    assert known.tests_of(OLD, change(2)) == [
+        "tests/mutants/test_mutants.py::quick",
+        "tests/mutants/test_mutants.py::slow",
+        "tests/docs/test_prose.py::blind",
+    ]
+    assert known.tests_of(OLD, change(5)) == ["tests/mutants/test_mutants.py::other", "tests/docs/test_prose.py::blind"]
     assert len(known.tests_of(OLD, change(6))) == 4  # what uses a constant is not known
-    assert known.tests_of(OLD, change(2), most=2.0) == ["test_a.py::quick"]
+    assert known.tests_of(OLD, change(2), most=2.0) == ["tests/mutants/test_mutants.py::quick"]
 
 
 def test_lines_are_found_again_when_others_have_come(tmp_path: Path) -> None:
     known = watched(tmp_path)
     new = '"""Two lines."""\n\n' + OLD
-    assert known.tests_of(new, change(7)) == ["test_a.py::other", "test_b.py::blind"]
+    assert known.tests_of(new, change(7)) == ["tests/mutants/test_mutants.py::other", "tests/docs/test_prose.py::blind"]
 
 
 def test_what_is_said_to_be_harmless_is_in_the_results() -> None:
