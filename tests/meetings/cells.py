@@ -231,16 +231,15 @@ def properties() -> list[Cell]:
 def _properties() -> Iterator[Cell]:
     rest, optimum, ledger = "ranks that begin apart and wait, at rate 0", "a quadratic loss, to its optimum", LEDGER
     for algorithm in ALGORITHMS:
-        yield Cell(optimum, algorithm, natural(algorithm))
-        if algorithm not in ("adpsgd", "choco"):
-            yield Cell(rest, algorithm, natural(algorithm))
-        if algorithm not in ("adpsgd", "sgp", "choco"):
-            yield Cell(SET, algorithm, natural(algorithm))
+        for script in (optimum, rest, SET):
+            yield Cell(script, algorithm, natural(algorithm))
         if algorithms.parse(ALGORITHMS[algorithm]).signal is algorithms.Signal.PARAMETER:
             yield Cell("many small steps", algorithm, "fp16")
+            yield Cell("many small steps", algorithm, "bf16")
     for codec in CODECS:
         yield Cell(optimum, "bsp", codec)
         yield Cell(optimum, "choco", codec)
+        yield Cell(rest, "choco", codec)
         if codec in SAVING:
             yield Cell(f"{ledger}, scale doubles", "allreduce", codec, rates="falls a hundredfold")
             yield Cell(ledger, "allreduce", codec, world="six ranks")
@@ -250,13 +249,15 @@ def _properties() -> Iterator[Cell]:
         yield Cell("plain", algorithm, optimizer="Adam", world="four ranks")
     for algorithm in ("asp", "bsp", "choco", "diloco"):
         yield Cell("GradScaler, scale halves six times", algorithm, "topk", world="four ranks")
-    for algorithm in ("dpsgd", "sgp", "noloco", "easgd", "local_sgd"):
+    for algorithm in ("dpsgd", "adpsgd", "sgp", "choco", "noloco", "easgd", "local_sgd"):
         yield Cell(rest, algorithm, natural(algorithm), world="four ranks")
     for world in ("six ranks", "eight ranks"):
-        yield Cell(rest, "noloco", world=world)
+        for algorithm in ("dpsgd", "adpsgd", "sgp", "choco", "noloco"):
+            yield Cell(rest, algorithm, natural(algorithm), world=world)
         for algorithm in ("allreduce", "bsp", "dpsgd", "sgp", "noloco"):
             yield Cell("plain", algorithm, optimizer="SGD with momentum", world=world)
-        yield Cell(SET, "dpsgd", world=world)
+        for algorithm in ("dpsgd", "sgp", "choco"):
+            yield Cell(SET, algorithm, natural(algorithm), world=world)
         yield Cell("consensus, weights pruned, then reseed()", "sgp", optimizer="Adam", world=world)
 
 
