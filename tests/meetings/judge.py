@@ -46,6 +46,8 @@ def must_be_equal(cell: Cell) -> bool:
     """Returns whether the result has to be equal to the reference, up to rounding."""
     exact = cell.algorithm in reference.RULES and cell.overlap != "stale"
     exact = exact and not scripts.SCRIPTS[cell.script].property and cell.script not in ORDER.get(cell.algorithm, ())
+    if cell.algorithm == "bsp" and cell.script in UNEVEN and cell.rates != "constant":
+        return False  # a shard has the rate of the rank that posted last, which is behind in the schedule or not
     return exact and (cell.codec == "dense" or (cell.algorithm == "allreduce" and cell.world == "one node"))
 
 

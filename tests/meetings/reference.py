@@ -1,6 +1,7 @@
 """The scripts in one process: ranks are threads, and the published rules of the synchronous algorithms are plain torch.
 
-It shares no code with the product, but for the pairs that NoLoCo draws: the expected result of a job is computed here.
+It shares no code with the product, but for the clocks and pairs of graphs that change: the expected result of a job is
+computed here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from fusion_rt.core import mixing
+from fusion_rt.wire.basics import first_clock_after_join
 from tests.meetings.scripts import Run, Script, Training, flat
 
 WAIT_S = 60.0  # until ranks that wait for each other are taken to be stuck
@@ -266,13 +268,39 @@ class NoLoCo(DiLoCo):
 
     rate, momentum, pull = 0.7, 0.5, 1.0
 
+    def __init__(self, *args: Any) -> None:
+        self._clock = 0
+        super().__init__(*args)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        LocalSGD.step(self, closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "clock": self._clock}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._clock = state_dict["clock"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "clock"})
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        self._clock = 0  # of the new plan
+
+    def reseed(self) -> None:
+        super().reseed()
+        self._clock = first_clock_after_join(self._clock)
+
+    def consensus(self) -> None:
+        super().consensus()
+        self.reseed()
+
     def exchange(self) -> None:
         parameters = self._parameters()
         outer = [self._outer[id(p)] for p in parameters]
         mine = [(p.detach() - start, start.clone()) for p, (start, _) in zip(parameters, outer, strict=True)]
         all_of_them = self._run.world.meet(self._run.rank, mine, lambda values: values)
-        clock = self._taken // self.period - 1
-        pair = {self._run.rank, *self._run.graph(clock).get(self._run.rank, ())}
+        pair = {self._run.rank, *self._run.graph(self._clock).get(self._run.rank, ())}
+        self._clock += 1
         for index, (p, (start, velocity)) in enumerate(zip(parameters, outer, strict=True)):
             change = torch.stack([all_of_them[rank][index][0] for rank in pair]).mean(0)
             mean = torch.stack([all_of_them[rank][index][1] for rank in pair]).mean(0)
@@ -330,6 +358,18 @@ class DPSGD(Overlapped):
     def __init__(self, *args: Any) -> None:
         self._clock = 0
         super().__init__(*args)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        self._clock = 0  # of the new plan
+
+    def reseed(self) -> None:
+        super().reseed()
+        self._clock = first_clock_after_join(self._clock)
+
+    def consensus(self) -> None:
+        super().consensus()
+        self.reseed()
 
     def changes(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
         theirs = self._run.world.meet(self._run.rank, mine, lambda values: values)

@@ -508,9 +508,9 @@ class _Failing(torch.autograd.Function):
 
 @script("an exception in backward that the script catches", "backward")
 def caught(run: Run) -> Training:
-    training, taken = begin(run), 0
+    training = begin(run)
     for number in range(STEPS):
-        training.begin(run, taken)
+        training.begin(run, number)
         loss = loss_of(run, training.model, number)
         if number == 4 and run.rank == 1:
             hidden = _Failing.apply(training.model.body(batch_of(run.rank, number)[0]))
@@ -521,7 +521,6 @@ def caught(run: Run) -> Training:
             training.optimizer.zero_grad()
             continue
         training.optimizer.step()
-        taken += 1  # by which the rate is scheduled
     run.join()
     return training
 
