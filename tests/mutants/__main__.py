@@ -77,7 +77,9 @@ def main() -> int:
         work.remember(drawn)
         if choices.again is None:
             attempt_all(pending, work, choices.jobs, choices.most)
-            pending = [each for each in drawn if not choices.quick and work.survived(each[1], some=True)]
+            known = json.loads(HARMLESS.read_text(encoding="utf-8"))
+            left = [(group, change) for group, change in drawn if work.survived(change, some=True)]
+            pending = [each for each in left if not choices.quick and each[1].name not in known]
         attempt_all(pending, work, choices.jobs, math.inf, talkative=bool(choices.again))
     return report(drawn, work, choices)
 
