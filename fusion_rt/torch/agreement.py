@@ -4,7 +4,7 @@ optimizers in a `join`, before a rank waits for the others and when all have com
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,31 +66,41 @@ def stand_in(here: Runtime) -> None:
 
 def agree_after_join(last: int) -> None:
     """Gives all ranks, which have joined, the number of steps and the outer optimizer of `last`, which joined after all
-    others and alone has taken part in every exchange. All then exchange in the same steps again."""
+    others and alone has taken part in every exchange. All then exchange in the same steps again.
+
+    Ranks tell each other of their optimizers in one operation, by name: one that a script has dropped may be there on
+    some ranks until Python looks for garbage.
+    """
     here = runtime()
     for sync in everyone():
-        _note_missed(sync, here)
+        if _is_alike(sync):
+            sync.when.finish()
+    told = allgather_object({sync.name: (sync.exchanges, sync.when.local) for sync in everyone()})
+    for sync in everyone():
+        if _is_alike(sync):
+            _note_missed(sync, here, told)
         sync.count_anew()
         sync.when.joined()
-    local = [sync for sync in everyone() if sync.when.local]
-    if not local:  # on no rank, since all make the same optimizers
+    if not any(local for optimizers in told for _, local in optimizers.values()):
         return
-    mine = {sync.name: sync for sync in local if sync.is_of(here)}
-    states = broadcast_object({name: sync.when.own_state() for name, sync in mine.items()}, last)
+    local = {sync.name: sync for sync in everyone() if sync.when.local and sync.is_of(here)}
+    states = broadcast_object({name: sync.when.own_state() for name, sync in local.items()}, last)
     for name, state in states.items():
-        if name in mine:
-            mine[name].when.rejoin(state)
+        if name in local:
+            local[name].when.rejoin(state)
 
 
-def _note_missed(sync: Synchroniser, here: Runtime) -> None:
-    """Has an optimizer whose ranks are alike after each exchange note which of them have missed some."""
-    algorithm, whose = sync.options.algorithm, sync.options.process_set
-    if not (sync.when.hears and algorithm.synchronous and not algorithm.at_homes and takes_part(whose)):
-        return
-    sync.when.finish()
-    ranks = here.client.process_sets[id_of(here, whose, "allgather")].ranks
-    counts = dict(zip(ranks, allgather_object(sync.exchanges, process_set=whose), strict=True))
-    sync.when.note_missed(counts, here.rank)
+def _is_alike(sync: Synchroniser) -> bool:
+    """Returns whether the ranks of an optimizer are alike after each exchange."""
+    algorithm = sync.options.algorithm
+    return sync.when.hears and algorithm.synchronous and not algorithm.at_homes and takes_part(sync.options.process_set)
+
+
+def _note_missed(sync: Synchroniser, here: Runtime, told: Sequence[Mapping[str, tuple[int, bool]]]) -> None:
+    """Has an optimizer note which of its ranks have missed some exchanges; `told`: by each rank, of its optimizers."""
+    ranks = here.client.process_sets[id_of(here, sync.options.process_set, "allgather")].ranks
+    if all(sync.name in told[rank] for rank in ranks):
+        sync.when.note_missed({rank: told[rank][sync.name][0] for rank in ranks}, here.rank)
 
 
 before_join.append(stand_in)
