@@ -54,6 +54,10 @@ class Trainer:
 
     def _run(self) -> None:
         try:
+            self._array[:] = 1
+            seed = terms()
+            seed.kind = "seed"
+            self.client.wait(self.client.channel.ready("model.0", self._plan.id, 0, seed))
             while not self._stop:
                 self._array[:] = 1
                 time.sleep(COMPUTING_S)
