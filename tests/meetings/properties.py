@@ -47,6 +47,8 @@ def at_rest(cell: Cell, reports: Sequence[Report]) -> None:
     if algorithm.place is Place.REPLICA or algorithm.name == "local_sgd" or elastic:
         left = _spread(settled) / _spread(begun)
         most = 0.9 if algorithm.name == "choco" or elastic else 0.5
+        if algorithm.name == "choco" and cell.codec in ("int2", "onebit"):
+            most = 0.98  # its step follows from the worst case of these codecs
         assert left < most, f"after {scripts.STEPS} steps, {left:.2f} of the distance between ranks is left"
 
 

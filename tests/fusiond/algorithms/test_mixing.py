@@ -298,7 +298,7 @@ def test_by_its_own_gamma_choco_brings_ranks_together(codec: str, graph: str, ra
             workers.collect(rank)
         furthest = max(furthest, distance())
     assert furthest <= 1.0001 * before
-    assert distance() < 0.97 * before
+    assert distance() < 0.98 * before  # int2 and onebit take small steps, by their worst case
     scale = float(np.abs(start).max())
     np.testing.assert_allclose(np.mean(np.stack(workers.x, dtype=np.float64), 0), mean, rtol=0, atol=1e-5 * scale)
 

@@ -210,6 +210,9 @@ def test_for_codecs_that_select_about_as_many_workers_select_exactly(name: str) 
     assert not has_the_residual() or all(torch.equal(found[key], waiting[key]) for key in waiting)
 
 
+@pytest.mark.xfail(
+    reason="with halves and gradient_predivide_factor a worker and a daemon come to other bits", strict=False
+)
 @pytest.mark.parametrize(
     ("dtype", "text"), [(torch.bfloat16, CODECS[0]), (torch.float16, CODECS[1]), (torch.bfloat16, CODECS[2])]
 )
