@@ -10,14 +10,15 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from fusion_rt.host.bootstrap import Endpoint, PeerTable, encode_line
 from fusiond.transport import reception
-from fusiond.transport.distance import MOST_CONNECTIONS
 from tests.faults.jobs import ProxiedDaemons, Workers
 from tests.fusiond.processes import TIMEOUT_S, Daemons
 
@@ -122,8 +123,7 @@ def test_a_thousand_connections_of_strangers_leave_the_job_its_descriptors(daemo
     workers.go_on()
     process, target = job.processes[1], job.endpoints[1]
     usual = descriptors(process)
-    nobodys = reception._STRANGERS + 2 * 2 * MOST_CONNECTIONS  # until they are known, peers count, too
-    most = usual + 2 * (nobodys + 4) + 20  # at both ports; and what the job itself opens meanwhile
+    most = usual + 2 * (reception._STRANGERS + 4) + 20  # at both ports; and what the job itself opens meanwhile
     room = usual + 500
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (room, room))
     command = [sys.executable, "-I", "-c", CROWD, str(target.control_port), str(target.payload_port), "1000"]
@@ -145,6 +145,63 @@ def test_a_thousand_connections_of_strangers_leave_the_job_its_descriptors(daemo
     workers.stop()
     assert (workers.errors, workers.wrong) == ({}, [])
     assert descriptors(process) <= most
+
+
+def crowd_at(endpoint: Endpoint, source: str, nbytes: int) -> Iterator[socket.socket]:
+    """300 connections from one address to the port for payloads, each with a command of the handshake but for its last
+    byte; those that are thrown out on the way stay open at this end."""
+    said = greeting(b"CURVE") + b"\x06" + struct.pack(">Q", nbytes) + bytes(nbytes - 1)
+    for _ in range(300):
+        sock = socket.create_connection(("127.0.0.1", endpoint.payload_port), TIMEOUT_S, (source, 0))
+        sock.settimeout(TIMEOUT_S)
+        with suppress(OSError):
+            sock.sendall(said)
+        yield sock
+
+
+def accepted_at(port: int) -> int:
+    """How many of a port's connections a process has (those that wait for it have no inode)."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] in ("01", "08") and row[9] != "0" for row in rows)
+
+
+def has_room_for(strangers: int, process: subprocess.Popen[bytes], endpoint: Endpoint, source: str) -> None:
+    """Fails where one host's strangers take more connections than so many, or it more than 128 MiB, the half of which
+    is what a daemon takes for itself while it starts."""
+    before, port = memory(process), endpoint.payload_port
+    crowd = []
+    try:
+        for sock in crowd_at(endpoint, source, 2 * MIB):
+            crowd.append(sock)
+        deadline = time.monotonic() + TIMEOUT_S
+        while accepted_at(port) > strangers:
+            assert time.monotonic() < deadline, (accepted_at(port), memory(process) - before)
+            time.sleep(0.02)
+        assert memory(process) < before + 128 * MIB
+    finally:
+        for sock in crowd:
+            sock.close()
+
+
+def test_a_daemon_without_peers_has_as_little_room_for_strangers(daemons: MakeDaemons) -> None:
+    """It may wait for the slowest host for minutes, with its ports bound."""
+    job = daemons(1, 1, FUSION_ENCRYPTION="all").start(tell_peers=False)
+    has_room_for(reception._STRANGERS_OF_HOST, job.processes[0], job.endpoints[0], "127.0.5.1")
+
+
+def test_room_for_strangers_does_not_grow_with_the_number_of_hosts(daemons: MakeDaemons) -> None:
+    """The other 127 hosts have not come; each may connect from its own address."""
+    job = daemons(*[1] * 128, FUSION_ENCRYPTION="all")
+    process = job.launch(0)
+    endpoint = job.answer_of(process)
+    assert isinstance(endpoint, Endpoint)
+    away = [replace(endpoint, node=node, address=f"127.0.6.{node}") for node in range(1, 128)]
+    assert process.stdin is not None
+    process.stdin.write(encode_line(PeerTable((endpoint, *away))))
+    process.stdin.flush()
+    job.processes = [process]
+    job.wait_until(lambda status: "mesh" in status)
+    has_room_for(reception._STRANGERS_OF_HOST, process, endpoint, "127.0.5.1")
 
 
 def test_a_connection_for_which_there_is_no_descriptor_is_made_later(proxied: MakeProxied) -> None:

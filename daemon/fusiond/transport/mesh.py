@@ -168,10 +168,10 @@ class Mesh:
             peer.sending.forget()
         new = [self._admit(named[node], hosts[node]) for node in sorted(named.keys() - self._peers.keys())]
         # Only now: a peer that was told of us before we were told of it waits, where a refusal would be for good.
-        self._reception.expect(len(endpoints))
+        self._reception.start()
         for peer in new:
             numbers = range(1, len(peer.incoming))
-            tokens = tuple(self._reception.tokens.issue(peer.id, number) for number in numbers)
+            tokens = tuple(self._reception.issue(peer, number) for number in numbers)
             self.send(peer.node, self._hello(tokens))
             peer.control.open()
         if not self._connects:
@@ -190,7 +190,7 @@ class Mesh:
         peer.stride = self._most
         sending.posted = partial(self._posted, peer)
         self._peers[peer.node] = self._admitted[peer.id] = peer
-        self._reception.gate.allow(endpoint.public_key, peer.id)
+        self._reception.admit(peer)
         self._add_link(peer, 0)
         return peer
 
@@ -402,7 +402,7 @@ class Mesh:
         peer = self._peers.get(node)
         if peer is None or peer.lost or self._closed:
             return
-        self._reception.gate.forbid(peer.id)
+        self._reception.refuse(peer)
         peer.give_up(why)
         self._on_lost(node, why)
 
@@ -424,7 +424,7 @@ class Mesh:
             raise WireError(f"it has no connection {asked.number}")
         while len(peer.incoming) <= asked.number:
             peer.incoming.append(ReceiveWindow())
-        token = self._reception.tokens.issue(peer.id, asked.number)
+        token = self._reception.issue(peer, asked.number)
         self.send(peer.node, wire.Reopened(asked.number, token, peer.incoming[asked.number].received))
 
     def _reopened(self, peer: Peer, answer: wire.Reopened) -> None:

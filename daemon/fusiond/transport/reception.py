@@ -8,6 +8,7 @@ that libzmq reads them from.
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -27,7 +28,6 @@ from fusiond.core.tracing import about
 from fusiond.host.loop import EventLoop
 from fusiond.transport import delivery, probe
 from fusiond.transport.accepted_sockets import AcceptedSockets, Address
-from fusiond.transport.distance import MOST_CONNECTIONS
 from fusiond.transport.peers import AwakeClock, Peer
 from fusiond.transport.sockets import CONTROL_FRAME, MAX_HEADER, NOW, Socket, Sockets
 from fusiond.transport.zap import KeyGate
@@ -123,6 +123,7 @@ class Inbox:
     Attributes:
         accepted: connections of TCP.
         strangers: those of them that have ended without a message of a peer: scans, half-open ones, refused keys.
+        on_end: called with the descriptor of a peer's connection that has ended.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Inbox:
     ) -> None:
         self.accepted = 0
         self.strangers = 0
+        self.on_end: Callable[[int], None] = lambda descriptor: None
         self._loop = loop
         self._socket = socket
         self._monitor = monitor
@@ -138,27 +140,38 @@ class Inbox:
         self._pending: Pending[int] = Pending(_STRANGERS, _STRANGERS_OF_HOST)
         self._addresses: dict[int, Address] = {}  # of the pending ones
         self._accepted_sockets = connections
-        self._closed = False
+        self._started = self._closed = False
+        self._look_at(monitor, self._watch)  # from now on: the port is open to strangers before it is to peers
 
     def start(self) -> None:
-        """Begins to take messages. A ZeroMQ descriptor tells of changes only: it is looked at once now."""
-        for socket, callback in ((self._monitor, self._watch), (self._socket, self._drain)):
-            self._loop.add_reader(socket.fileno(), callback)
-            self._loop.call_soon(callback)
+        """Begins to take messages."""
+        self._look_at(self._socket, self._drain)
+        self._started = True
 
     def close(self) -> None:
         """Takes no more; the sockets are the context's to close."""
         self._closed = True
         self._accepted_sockets.close()
         self._loop.remove(self._monitor.fileno())
-        self._loop.remove(self._socket.fileno())
+        if self._started:
+            self._loop.remove(self._socket.fileno())
 
-    def expect(self, peers: int) -> None:
-        """Lets the peers have so many connections open at a time that are not known to be theirs yet."""
-        self._pending.limit(_STRANGERS + peers, _STRANGERS_OF_HOST + peers)
+    def _look_at(self, socket: Socket, callback: Callable[[], None]) -> None:
+        """Calls back on news. A ZeroMQ descriptor tells of changes only: it is looked at once now."""
+        self._loop.add_reader(socket.fileno(), callback)
+        self._loop.call_soon(callback)
+
+    def expect(self, host: str) -> None:
+        """Leaves room for one more connection of a peer from that IP address, whatever strangers there do."""
+        self._pending.expect(host)
+
+    def expect_no_more(self, host: str) -> None:
+        """Takes back one `expect`: that connection has come, or is not to come."""
+        self._shut_down(self._pending.expect_no_more(host))
 
     def heard(self, descriptor: int) -> None:
         """Notes that a connection is a peer's, which has spoken on it."""
+        self._watch()  # it may not have been told yet that it was accepted
         self._peers[descriptor] = self._addresses.get(descriptor)
         self._forget(descriptor)
 
@@ -203,6 +216,7 @@ class Inbox:
                 self._forget(descriptor)
                 if descriptor in self._peers:
                     del self._peers[descriptor]
+                    self.on_end(descriptor)
                 else:
                     self.strangers += 1
 
@@ -212,7 +226,9 @@ class Inbox:
         if address is None:
             return  # it has ended already
         self._addresses[descriptor] = address
-        one_too_many = self._pending.add(descriptor, address[0])
+        self._shut_down(self._pending.add(descriptor, address[0]))
+
+    def _shut_down(self, one_too_many: int | None) -> None:
         if one_too_many is not None:
             self._accepted_sockets.shut_down(one_too_many, self._addresses.pop(one_too_many))
 
@@ -265,40 +281,80 @@ class Reception:
         self._awake = awake
         self._trace = trace
         self._started = False
+        self._expected: dict[tuple[int, int], str] = {}  # connections that are to come: their peer, number and address
         control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
-        self._connections = settings.connections or MOST_CONNECTIONS
         self._control, self._payload = (
             Inbox(loop, inbox, sockets.monitor(inbox), sockets.accepted(inbox), take)
             for inbox, take in ((control, self._take_control), (payload, self._take_payload))
         )
         self.ports = control_port, payload_port
 
-    def expect(self, nodes: int) -> None:
-        """Makes room for the connections of so many nodes; begins to admit peers, and to take their messages."""
-        for inbox in (self._control, self._payload):
-            inbox.expect(2 * nodes * self._connections)  # each peer's, and those that replace them
+    def start(self) -> None:
+        """Begins to answer peers, and to take their messages. A second call changes nothing."""
         if self._started:
             return
         self._started = True
         self._loop.add_reader(self.gate.socket.fileno(), self.gate.answer)
         self._loop.call_soon(self.gate.answer)
+        self._control.on_end = self._expect_again
         self._control.start()
         self._payload.start()
 
+    def admit(self, peer: Peer) -> None:
+        """Admits a peer's key from now on, on connections from the address of its endpoint or any other."""
+        self.gate.allow(peer.endpoint.public_key, peer.id)
+        self._expect(peer, 0)
+
+    def issue(self, peer: Peer, number: int) -> bytes:
+        """Returns a new token for a peer's payload connection, and expects that."""
+        self._expect(peer, number)
+        return self.tokens.issue(peer.id, number)
+
+    def refuse(self, peer: Peer) -> None:
+        """Admits a peer's key no more; its connections to this node stand."""
+        self.gate.forbid(peer.id)
+        self._expect_no_more(peer, 0)
+
     def forget(self, peer: Peer) -> None:
         """Admits a peer no more, and ends its connections to this node."""
-        self.gate.forbid(peer.id)
+        self.refuse(peer)
         self.tokens.forget(peer.id)
+        for number in [number for id, number in self._expected if id == peer.id]:
+            self._expect_no_more(peer, number)
         for number, descriptor in peer.heard_on.items():
-            (self._payload if number else self._control).end(descriptor)
+            self._inbox(number).end(descriptor)
 
     def close(self) -> None:
         """Takes no more; the sockets are the context's to close."""
         if self._started:
             self._loop.remove(self.gate.socket.fileno())
-            self._control.close()
-            self._payload.close()
+        self._control.close()
+        self._payload.close()
+
+    def _inbox(self, number: int) -> Inbox:
+        return self._payload if number else self._control
+
+    def _expect(self, peer: Peer, number: int) -> None:
+        if (peer.id, number) not in self._expected:
+            self._expected[peer.id, number] = host = ipaddress.ip_address(peer.endpoint.address).compressed
+            self._inbox(number).expect(host)
+
+    def _expect_no_more(self, peer: Peer, number: int) -> None:
+        host = self._expected.pop((peer.id, number), None)
+        if host is not None:
+            self._inbox(number).expect_no_more(host)
+
+    def _expect_again(self, descriptor: int) -> None:
+        """Expects a peer's control connection to be made again. (For another one of its payloads it gets a token.)"""
+        for peer in self._peers.values():
+            if peer.heard_on.get(0) == descriptor and not peer.lost:
+                self._expect(peer, 0)
+
+    def _heard(self, peer: Peer, number: int, descriptor: int) -> None:
+        peer.heard_on[number] = descriptor
+        self._inbox(number).heard(descriptor)
+        self._expect_no_more(peer, number)
 
     def statistics(self) -> dict[str, object]:
         """Returns keys `admitted` and `refused`; connections `accepted`, and of these `strangers`' that ended; messages
@@ -320,8 +376,7 @@ class Reception:
             return
         if routing_id != peer.control_from:  # a new connection
             peer.control_from = routing_id
-            peer.heard_on[0] = descriptor_of(frame)
-            self._control.heard(peer.heard_on[0])
+            self._heard(peer, 0, descriptor_of(frame))
         if peer.lost and self._is_fenced(peer):
             return
         try:
@@ -366,8 +421,7 @@ class Reception:
             self.dropped += 1
             return
         if not serial:  # the first one on a connection
-            peer.heard_on[holder.number] = descriptor
-            self._payload.heard(descriptor)
+            self._heard(peer, holder.number, descriptor)
             return
         payload = rest[0].buffer
         self._hand_on(peer, holder.number, serial, len(frame.buffer) + len(payload), message, payload)
