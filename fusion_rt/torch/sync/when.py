@@ -262,8 +262,9 @@ class When:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the gradients of this step: none where they leave when the script has unscaled them."""
-        return self.sync.checkpoint.units.loss_scale if self.eager else 1.0
+        """The loss scale of the gradients of this step."""
+        scale: float = self.sync.checkpoint.units.loss_scale
+        return scale
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
         """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of

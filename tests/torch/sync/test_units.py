@@ -84,6 +84,18 @@ def test_a_loss_scale_that_changes_changes_no_bit(text: str) -> None:
         assert len(set(hvd.allgather_object(scaled[-1].numpy().tobytes()))) == 1
 
 
+@pytest.mark.parametrize("overlap", ["forward", "stale"])
+@on_ranks
+def test_a_loss_scale_that_changes_changes_no_bit_where_updates_come_later(overlap: str) -> None:
+    """With `stale`, gradients leave after the backward pass, which a scaler brings about before it unscales them."""
+    for text in ("topk(minimum=0)", "topk(minimum=0, momentum=0.9)", "powersgd(minimum=0)", "demo(minimum=0)"):
+        for scales in (HALVES, DOUBLES):
+            plain = train(*make(text, overlap=overlap), [1.0] * len(scales))
+            scaled = train(*make(text, overlap=overlap), scales, scaler())
+            for step, (expected, found) in enumerate(zip(plain, scaled, strict=True)):
+                assert torch.equal(expected, found), (text, step)
+
+
 @on_ranks
 def test_a_scale_that_the_script_says_itself_changes_no_bit() -> None:
     text = "topk(minimum=0, momentum=0.9)"

@@ -69,6 +69,11 @@ class AtStep(When):
         self._graph_task = -1  # of the last gradient
         self._is_restored = False  # homes may know this rank with other parameters than it has
 
+    @property
+    def loss_scale(self) -> float:
+        """None: the script has unscaled its gradients when they leave."""
+        return 1.0
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def arrived(self, slot: Slot) -> None:
