@@ -82,12 +82,25 @@ class Proxy:
         count: int = self._call(self._reset())
         return count
 
+    def reject(self) -> None:
+        """Resets every connection, and refuses new ones, as a firewall does that rejects."""
+        self._call(self._reject())
+
+    def admit(self) -> None:
+        """Takes connections again."""
+        self._call(self._listen())
+
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_S)
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _reject(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._reset()
 
     async def _close(self) -> None:
         assert self._server is not None

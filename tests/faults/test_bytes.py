@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -62,6 +63,24 @@ def test_changed_and_lost_bytes_are_made_good_or_an_error_and_never_a_wrong_sum(
         assert "node " in error
         assert "Traceback" not in error
     assert workers.wrong == []
+
+
+def test_a_firewall_that_rejects_for_a_moment_amid_large_tensors_costs_time_and_nothing_else(
+    proxied: MakeProxied,
+) -> None:
+    job = proxied(4, FUSION_CHUNK_BYTES="64KiB").start()
+    workers = Workers(job.join(), LARGE, range(2))
+    for _ in range(2):
+        workers.go_on(1)
+        until = time.monotonic() + 1.3
+        for proxy in (job.payload, job.control):
+            proxy.reject()
+        wait(lambda until=until: workers.errors or time.monotonic() > until, "an error, or the end of the rejection")  # type: ignore[misc]
+        for proxy in (job.payload, job.control):
+            proxy.admit()
+    workers.go_on()
+    workers.stop()
+    assert (workers.errors, workers.wrong) == ({}, [])
 
 
 def test_connections_that_are_reset_in_the_middle_of_a_chunk_come_back_and_it_counts_once(proxied: MakeProxied) -> None:

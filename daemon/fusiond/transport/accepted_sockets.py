@@ -14,6 +14,7 @@ import socket
 import zmq
 
 Address = tuple[str, int]  # IP address and port
+_CLOSE_WAIT = 8  # the state of TCP, in the first byte of TCP_INFO, in which the other side has closed the connection
 
 
 class AcceptedSockets:
@@ -31,6 +32,16 @@ class AcceptedSockets:
     def address(self, descriptor: int) -> Address | None:
         """Returns the address that a connection comes from; None if it has ended already."""
         return self._look(descriptor, None)
+
+    def keep(self, descriptor: int) -> socket.socket | None:
+        """Returns a duplicate of a connection, which tells how it ended (`hung_up`) once libzmq has closed its own;
+        None if it has ended already, or there is no descriptor for a duplicate."""
+        if self._look(descriptor, None) is None:
+            return None
+        try:
+            return socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            return None
 
     def shut_down(self, descriptor: int, address: Address) -> None:
         """Ends a connection, if it is still the one from that address; libzmq closes it then."""
@@ -62,3 +73,9 @@ class AcceptedSockets:
             if found is not None:
                 found.detach()
             os.dup2(self._nothing, self._reserve, inheritable=False)
+
+
+def hung_up(kept: socket.socket) -> bool:
+    """Returns whether the other process has closed a connection, or the kernel has for it when it died. A network does
+    not: a firewall resets connections, or swallows what is sent on them."""
+    return kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSE_WAIT

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import os
 import socket as sockets_of_python
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ COPY_BELOW = 512 * 1024  # bytes; libzmq gets a copy of a smaller payload, which
 _FIRST_SIGN = 2.0  # seconds in which libzmq says that it has begun with an attempt
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no descriptors or memory, for now
 _AGAIN = 0.05  # seconds between attempts
-_REFUSED_FOR = 0.1  # seconds in which a connection is refused again and again: then nobody is there any more
+_REFUSED_FOR = 0.1  # seconds in which a connection is refused again and again
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Events:
         stands: its handshake is done, and what was kept has been sent again.
         broke: it stood, and has broken.
         wants: it is to be opened (again); with a new token, if it needs one.
-        refused: nobody listens there any more, or the peer refuses this node's key (with the sentence).
+        refused: the connection is refused for a while (without a sentence), or this node's key is (with one).
     """
 
     stands: Callable[[Link], None]
@@ -57,6 +58,7 @@ class Link:
         reconnections: how often it came back.
         resent: messages sent again.
         stood: it has stood.
+        trouble: address, port and error of an attempt that failed to make it again, if the last one did.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Link:
         self.out = SendWindow()
         self.stands = False
         self.stood = False
+        self.trouble = ""
         self.down_since: float | None = None
         self.reconnections = 0
         self.resent = 0
@@ -179,7 +182,7 @@ class Link:
                 self._broke()
             elif event == zmq.EVENT_CLOSED:  # it was never connected
                 if self.stood and not self.number:
-                    self._ask_whether_anybody_listens()
+                    self._ask_why_not()
                 self._broke()
 
     def _check_attempt(self, outbox: Socket) -> None:
@@ -189,6 +192,7 @@ class Link:
 
     def _connected(self) -> None:
         self.stands = True
+        self.trouble = ""
         self._refused_since = None
         self._drop_question()
         if self._last_word:
@@ -245,11 +249,11 @@ class Link:
         self._socket.close(linger)
         self._socket = self._monitor = None
 
-    # --- whether the peer's process is there --------------------------------------------------------------------------
+    # --- why it cannot be made ----------------------------------------------------------------------------------------
 
-    def _ask_whether_anybody_listens(self) -> None:
-        """Tries a TCP connection, to tell a process that is gone from a host that is cut off: libzmq does not say why
-        it could not connect."""
+    def _ask_why_not(self) -> None:
+        """Tries a TCP connection, since libzmq does not say why it could not connect: a firewall refuses,
+        or a host on which nobody listens there."""
         if self._question is not None:
             return
         version = ipaddress.ip_address(self._endpoint.address).version
@@ -276,6 +280,8 @@ class Link:
 
     def _answered(self, error: int) -> None:
         now = self._clock()
+        where = f"{bracketed(self._endpoint.address)}:{self._port}"
+        self.trouble = f"{where}: {os.strerror(error)}" if error else ""
         if error != errno.ECONNREFUSED:
             self._refused_since = None
         elif self._refused_since is None:

@@ -11,9 +11,10 @@ this peer over the control channel for one connection (`Tokens`); they are under
 
 A connection that breaks is made again, and every message still arrives exactly once and in order (`delivery`). The
 sender of a broken payload connection asks with `Reopen`, and is told a new token and what has come. A peer is lost when
-nobody listens on its port any more, when its event loop has been silent for too long (`suspicion`), when a connection
-cannot be made again in that time, or when it does not take what it is sent. What it sends from then on is fenced:
-dropped and counted; it cannot connect again, and is told so if it can be told.
+its process has closed its connection and nobody listens on its port any more, when its event loop has been silent for
+too long (`suspicion`), when a connection cannot be made again in that time, or when it does not take what it is sent. A
+refusal alone says nothing about a process: it may be a firewall's, and is waited for as any other cut is. What a lost
+peer sends from then on is fenced: dropped and counted; it cannot connect again, and is told so if it can be told.
 
 In an elastic job peers come and go (`reform`). Each daemon that is admitted has an id of its own, so that what comes
 late of one is not taken for that of another one on the same node. A newcomer may be refused by a peer that has not been
@@ -386,7 +387,8 @@ class Mesh:
         peer = self._peer_of(link)
         if peer is None or (why and self._config.elastic and not link.stood):  # it has not been told of us, and will be
             return
-        self.lose(link.node, why or _CLOSED)
+        if why or peer.hung_up or peer.leaving:
+            self.lose(link.node, why or _CLOSED)
 
     def missing(self) -> list[int]:
         """Returns the nodes that have not come up yet."""

@@ -198,6 +198,7 @@ class Peer:
         sending: payloads on their way to it.
         greeted: its `PeerHello` has come.
         leaving: it has said that it ends.
+        hung_up: its process has closed the last control connection to this node, as the kernel does for one that died.
         lost: it was declared so; what it sends is fenced, unless it is leaving: those are its last words.
         watched: it is given up when it is silent: it has come up.
         control_from: routing id under which its control messages come.
@@ -223,6 +224,7 @@ class Peer:
     slowness: list[Slowness] = field(default_factory=list)
     greeted: bool = False
     leaving: bool = False
+    hung_up: bool = False
     lost: bool = False
     watched: bool = False
     control_from: bytes = b""
@@ -305,10 +307,10 @@ class Peer:
         """Returns why it is declared lost now, or nothing. `most`: seconds that a connection may take to come back."""
         silence = self.suspicion.silence(now)
         if silence > self.suspicion.limit:
-            return f"its daemon has been silent for {silence:.1f} s"
+            return f"its daemon has been silent for {silence:.1f} s{self._trouble}"
         for link in self.links:
             if link.down_since is not None and now - link.down_since > most:
-                return f"its {link.name} broke and could not be made again within {most:g} s"
+                return f"its {link.name} broke and could not be made again within {most:g} s{self._trouble}"
             if link.out.full:
                 return _does_not_accept(len(link.out), link.out.nbytes, f"on its {link.name} are not acknowledged")
             if link.fruitless(now) > most:
@@ -316,6 +318,11 @@ class Peer:
         if self.sending.full:
             return _does_not_accept(len(self.sending), self.sending.nbytes, "wait for its payload connections")
         return ""
+
+    @property
+    def _trouble(self) -> str:
+        """The end of a sentence about why attempts to reach it fail; empty where there is no answer to them."""
+        return f"; connections to it fail: {self.control.trouble}" if self.control.trouble else ""
 
     # --- what people are told -----------------------------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import socket as sockets_of_python
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -27,7 +29,7 @@ from fusiond.core.dispatch import Handlers
 from fusiond.core.tracing import about
 from fusiond.host.loop import EventLoop
 from fusiond.transport import delivery, probe
-from fusiond.transport.accepted_sockets import AcceptedSockets, Address
+from fusiond.transport.accepted_sockets import AcceptedSockets, Address, hung_up
 from fusiond.transport.peers import AwakeClock, Peer
 from fusiond.transport.sockets import CONTROL_FRAME, MAX_HEADER, NOW, Socket, Sockets
 from fusiond.transport.zap import KeyGate
@@ -137,6 +139,7 @@ class Inbox:
         self._monitor = monitor
         self._take = take
         self._peers: dict[int, Address | None] = {}  # connections from which a peer was heard, by descriptor
+        self._kept: dict[int, tuple[sockets_of_python.socket, Callable[[], None]]] = {}  # of them
         self._pending: Pending[int] = Pending(_STRANGERS, _STRANGERS_OF_HOST)
         self._addresses: dict[int, Address] = {}  # of the pending ones
         self._accepted_sockets = connections
@@ -152,6 +155,8 @@ class Inbox:
         """Takes no more; the sockets are the context's to close."""
         self._closed = True
         self._accepted_sockets.close()
+        for kept, _ in self._kept.values():
+            kept.close()
         self._loop.remove(self._monitor.fileno())
         if self._started:
             self._loop.remove(self._socket.fileno())
@@ -174,6 +179,13 @@ class Inbox:
         self._watch()  # it may not have been told yet that it was accepted
         self._peers[descriptor] = self._addresses.get(descriptor)
         self._forget(descriptor)
+
+    def call_when_hung_up(self, descriptor: int, then: Callable[[], None]) -> None:
+        """Calls back when the process at the other end has closed a connection, and not the network."""
+        self._close_kept(descriptor)
+        kept = self._accepted_sockets.keep(descriptor)
+        if kept is not None:
+            self._kept[descriptor] = kept, then
 
     def end(self, descriptor: int) -> None:
         """Ends a peer's connection, if it has not ended yet."""
@@ -214,6 +226,7 @@ class Inbox:
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 descriptor = int(event["value"])
                 self._forget(descriptor)
+                self._close_kept(descriptor)
                 if descriptor in self._peers:
                     del self._peers[descriptor]
                     self.on_end(descriptor)
@@ -231,6 +244,13 @@ class Inbox:
     def _shut_down(self, one_too_many: int | None) -> None:
         if one_too_many is not None:
             self._accepted_sockets.shut_down(one_too_many, self._addresses.pop(one_too_many))
+
+    def _close_kept(self, descriptor: int) -> None:
+        if descriptor in self._kept:
+            kept, then = self._kept.pop(descriptor)
+            with kept:
+                if hung_up(kept):
+                    then()
 
     def _forget(self, descriptor: int) -> None:
         self._pending.remove(descriptor)
@@ -376,7 +396,9 @@ class Reception:
             return
         if routing_id != peer.control_from:  # a new connection
             peer.control_from = routing_id
+            peer.hung_up = False
             self._heard(peer, 0, descriptor_of(frame))
+            self._control.call_when_hung_up(peer.heard_on[0], partial(self._hung_up, peer, routing_id))
         if peer.lost and self._is_fenced(peer):
             return
         try:
@@ -452,6 +474,10 @@ class Reception:
             return
         if serial and peer.owes_much:
             peer.mention(wire.Ack())
+
+    def _hung_up(self, peer: Peer, routing_id: bytes) -> None:
+        """Notes that a peer has closed a control connection to this node, if it has made no other one since."""
+        peer.hung_up = peer.control_from == routing_id
 
     def _is_fenced(self, peer: Peer) -> bool:
         """Returns whether a message of a lost peer is to be dropped; it is counted."""

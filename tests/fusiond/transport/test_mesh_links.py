@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,6 +103,11 @@ class Two:
             for index in turning or (0, 1):
                 self.nodes[index].loop.call_later(0.005, lambda: None)  # does not wait for longer than that
                 self.nodes[index].loop.turn()
+
+    def turn_for(self, seconds: float) -> None:
+        """Turns the loops of both nodes for a while."""
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end)
 
     def close(self) -> None:
         for node in self.nodes:
@@ -296,6 +302,46 @@ def test_a_payload_connection_that_cannot_be_made_again_loses_the_peer() -> None
         why = two.nodes[0].lost[0]
         assert why == "its payload connection 1 broke and could not be made again within 1 s"
         del two.proxies[1]
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("what", ["one way", "both ways"])
+def test_a_firewall_that_rejects_for_less_than_the_limit_costs_nothing_but_time(two: Two, what: str) -> None:
+    first, second = two.nodes
+    rejecting = two.proxies[:2] if what == "one way" else two.proxies
+    for serial in range(60):
+        first.say(serial)
+        first.mesh.send_payload(1, wire.Probe(serial), content(serial, COPY_BELOW))
+        second.say(serial)
+        second.mesh.send_payload(0, wire.Probe(serial), content(serial, 5000))
+        if serial == 30:  # amid what is under way
+            for proxy in rejecting:
+                proxy.reject()
+            two.turn_for(1.3)
+            assert [node.lost for node in two.nodes] == [[], []]
+            assert first.peer.control.trouble == f"127.0.0.1:{two.proxies[0].port}: Connection refused"
+            for proxy in rejecting:
+                proxy.admit()
+    two.until(lambda: all(len(node.payloads()) == len(node.said()) == 60 for node in two.nodes))
+    for node, nbytes in ((second, COPY_BELOW), (first, 5000)):
+        assert node.payloads() == [(serial, content(serial, nbytes)) for serial in range(60)]
+        assert node.said() == [*range(60)]
+        assert node.lost == []
+        assert node.peer.control.trouble == ""
+
+
+def test_a_firewall_that_rejects_for_longer_is_named_with_the_address_that_it_guards() -> None:
+    settings = Settings(heartbeat_interval=0.05, heartbeat_timeout=1.0)
+    two = Two([Node(0, settings), Node(1, settings)])
+    try:
+        two.until(lambda: all(node.up for node in two.nodes))
+        for proxy in two.proxies:
+            proxy.reject()
+        two.until(lambda: two.nodes[0].lost)
+        why = two.nodes[0].lost[0]
+        refused = f"; connections to it fail: 127.0.0.1:{two.proxies[0].port}: Connection refused"
+        assert re.fullmatch(r"its daemon has been silent for (0\.[5-9]|1\.\d) s" + re.escape(refused), why)
     finally:
         two.close()
 
