@@ -283,6 +283,16 @@ class BucketCodec(ABC):
     def max_encoded_nbytes(self, n: int) -> int:
         """The most bytes that n elements can take, to be checked before a payload is received."""
 
+    def scratch_nbytes(self, nodes: int) -> int:
+        """About how many bytes an exchange of the bucket between so many nodes (two at least) holds until it is
+        complete: what is encoded, received and added up. Daemons begin as many buckets at a time as they have room for.
+
+        What a call of a method needs only until it returns is left out: no more than a few threads have such calls."""
+        encoded = self.max_encoded_nbytes(self.layout.elements)
+        if self.lossless:  # its own range travels from where it lies, and those of others are passed on as they came
+            return encoded * (nodes - 2) // nodes
+        return 2 * encoded * (nodes - 1) // nodes
+
     @property
     def encoded_elements(self) -> int:
         """How many elements of the bucket it writes in its own way. It sends all others whole."""

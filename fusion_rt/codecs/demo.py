@@ -61,6 +61,9 @@ class DemoBucket(SelectingBucketCodec):
         selection.put(selected.indices, selected.values, self._sums)
         self.dense.scatter(selected.dense, selected.low, self._sums[selected.low : selected.high])
 
+    def scratch_nbytes(self, nodes: int) -> int:
+        return super().scratch_nbytes(nodes) + 4 * self.layout.elements  # of the result's coefficients
+
     def complete(self, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         sums, self._sums = self._sums, None
         wide = outputs[0] if self.layout.dtype == F32 else np.empty(self.layout.elements, np.float32)

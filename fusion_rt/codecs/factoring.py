@@ -42,6 +42,10 @@ class FactoringBucketCodec(BucketCodec):
     first_elements: int
     second_elements: int
 
+    def scratch_nbytes(self, nodes: int) -> int:
+        """See `BucketCodec`: factors, as they are here and as they are passed on."""
+        return 8 * (self.first_elements + self.second_elements)
+
     @abstractmethod
     def start(self, values: Array) -> Array:
         """Adds a gradient to the residual. Returns the first factors of this node.

@@ -332,6 +332,11 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
     def wanted(self) -> int:
         return sum(self._ks()) + self.dense.size
 
+    def scratch_nbytes(self, nodes: int) -> int:
+        """See `BucketCodec`. A value and its index take 8 bytes: in this node's selection, in what is sent, in the sum
+        and its parts, and in the selections of all nodes where these are gathered."""
+        return 8 * self.wanted() * (4 + nodes)
+
     def counts(self, selected: Selection, edges: Sequence[int]) -> list[int]:
         places = np.searchsorted(selected.indices, np.array(edges, np.int32))
         return [int(count) for count in np.diff(places)]

@@ -142,6 +142,12 @@ class SummingBucketCodec(BucketCodec):
     def reclaim(self, portion: Portion) -> None:
         """Adds a portion to the residual: it did not arrive where it counts."""
 
+    def scratch_nbytes(self, nodes: int) -> int:
+        """See `BucketCodec`. A contribution, what is sent of it and what comes are as long as it is encoded; the sum of
+        a range is float32."""
+        encoded = self.max_encoded_nbytes(self.layout.elements)
+        return encoded + 2 * encoded * (nodes - 1) // nodes + 4 * self.layout.elements // nodes
+
     @abstractmethod
     def wanted(self) -> int:
         """The number of values that the next contribution is to have, as far as all nodes know; what an exchange costs

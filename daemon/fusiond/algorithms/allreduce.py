@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
+from fusion_rt.codecs.base import BucketCodec
 from fusion_rt.codecs.factoring import FactoringBucketCodec
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.algorithms.exchange import Algorithm, Work
 from fusiond.collectives.adasum import Adasum
-from fusiond.collectives.base import Exchange
+from fusiond.collectives.base import Exchange, Reducer, of_partials
 from fusiond.collectives.cost import CostModel
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.low_rank import LowRank
@@ -31,6 +32,15 @@ class AllReduce(Algorithm):
         if work.port.nodes == 1:
             return OneNode(work.port, work.reducer, work.sources, work.outputs)
         return _EXCHANGES[work.codec.exchange](work)
+
+    def scratch_nbytes(self, reducer: Reducer, codec: BucketCodec, nodes: int) -> int:
+        elements = codec.layout.elements
+        if nodes == 1:
+            return 0
+        if reducer.op == "adasum":
+            return 2 * elements * reducer.dtype.itemsize  # what a partner sends, as it comes and as elements
+        widened = elements * reducer.partial.itemsize if reducer.widens else 0
+        return widened + of_partials(reducer, codec).scratch_nbytes(nodes)
 
 
 def _chunks(work: Work) -> Exchange:

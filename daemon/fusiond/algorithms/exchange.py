@@ -54,3 +54,8 @@ class Algorithm(ABC):
     @abstractmethod
     def exchange(self, work: Work) -> Exchange:
         """Makes the exchange by which the nodes combine this bucket."""
+
+    @abstractmethod
+    def scratch_nbytes(self, reducer: Reducer, codec: BucketCodec, nodes: int) -> int:
+        """Returns the bytes that an exchange of a bucket between so many nodes holds at a time while it is under way,
+        beside the arena and what the codec remembers. What a job needs only while it runs on a thread is left out."""

@@ -419,7 +419,7 @@ class Engine:
     def statistics(self) -> dict[str, object]:
         """Operations `under_way` and `completed`, their `bytes` on this node, the active `plans`, and what of
         operations that peers have not reached may wait there, and is held back (`ahead`),
-        and `foreign_chunks` of other membership epochs."""
+        `foreign_chunks` of other membership epochs, and the `scratch` memory of planned buckets."""
         return {
             "under_way": len(self._operations),
             "completed": self._outcomes.count,
@@ -430,6 +430,7 @@ class Engine:
             "messages": self.messages.statistics(),
             "ahead": self._exchanges.executor.early.statistics(),
             "foreign_chunks": self._exchanges.foreign,
+            "scratch": self._exchanges.admission.statistics(),
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,
@@ -446,6 +447,7 @@ class Engine:
         if self.participants.joined:
             self._agreement.one_less()
             self._exchanges.one_less()
+        self._exchanges.make_room(completed)
         if self.homes.occupied.plans:
             self.homes.occupied.look_again()
 

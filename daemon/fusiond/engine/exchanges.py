@@ -25,6 +25,7 @@ from fusiond.core.participants import Members
 from fusiond.core.tracing import about_key
 from fusiond.engine.agreement import Agreement
 from fusiond.engine.codec_service import CodecService
+from fusiond.operations.admission import SCRATCH_BYTES, Admission
 from fusiond.operations.context import Context
 from fusiond.operations.executor import Executor
 from fusiond.operations.operation import Operation
@@ -83,6 +84,7 @@ class Exchanges:
     Attributes:
         agreement: of all nodes on these operations.
         executor: runs them.
+        admission: of planned buckets, as their scratch memory has room.
         foreign: chunks of other membership epochs that have come.
     """
 
@@ -117,6 +119,8 @@ class Exchanges:
         self._most_early_bytes = 2 * (EARLY_BYTES + nodes * settings.chunk_bytes)  # twice what peers may send
         self._held_elsewhere: dict[OpKey, set[int]] = {}  # by nodes that ask for an operation of which nothing came yet
         self.foreign = 0
+        self.admission = Admission(self._operations, SCRATCH_BYTES)
+        self._making_room = False
         self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
         self.executor = Executor(
             context.topology,
@@ -303,12 +307,46 @@ class Exchanges:
         if len(passes) > 1 or any([chunk.digest != operation.digest for _, chunk, _ in operation.early]):
             self._refuse_passes(operation)
             return
+        if not self._has_room(operation, *operation.planned):
+            return
         if self._participants.joined:
             self.agreement.tell_who_joined(operation)
         try:
             self.executor.start_bucket(operation, *operation.planned)
         except RequestError as error:
             self._outcomes.everywhere(operation.key, f"{operation.what}: {error}")
+
+    def _has_room(self, operation: Operation, state: PlanState, bucket: BucketState) -> bool:
+        """Returns whether the exchange of a planned bucket may begin now; if not, it waits (`operations.admission`)."""
+        key, waits = operation.key, operation.key in self.admission
+        nbytes = self.executor.scratch_nbytes(state, bucket)
+        if self.admission.admits(key, nbytes):
+            return True
+        leader = operation.members.nodes[0]
+        if any(node == leader for node, _, _ in operation.early):
+            self.admission.told(key)
+            return self.admission.admits(key, nbytes)
+        if not waits and leader != self._context.node:
+            self._context.outside.to_node(leader, wire.Held(key))
+        return False
+
+    def _leader_has_begun(self, node: int, operation: Operation) -> None:
+        """A node has begun an operation: if it leads, that waits for room here no longer."""
+        if node == operation.members.nodes[0] and self.admission.told(operation.key):
+            self.advance(operation)
+
+    def make_room(self, completed: OpKey | None) -> None:
+        """An operation is over, and others may begin that wait for room; None: it has failed."""
+        self.admission.over(completed)
+        if self._making_room:
+            return  # one that has begun here is over at once: whoever began it goes on
+        self._making_room = True
+        last: OpKey | None = None
+        while (key := self.admission.next()) is not None and key != last:
+            last = key
+            if (operation := self._operations.get(key)) is not None:
+                self.advance(operation)
+        self._making_room = False
 
     def _refuse_passes(self, operation: Operation) -> None:
         """Ranks here, or this node and a peer, have submitted gradients of different backward passes of a step."""
@@ -360,8 +398,10 @@ class Exchanges:
         operation = self._operations.get(message.key)
         if operation is not None and operation.port is not None and node in operation.members.nodes:
             operation.port.reached(operation.members.nodes.index(node))
-        else:  # it is over here, and what was sent of it does not wait there any more
+        else:  # it is over here, and what was sent of it does not wait there any more; or it waits for room here
             self.executor.early.reached(node, message.key)
+            if operation is not None:
+                self._leader_has_begun(node, operation)
 
     def _credit(self, node: int, credit: wire.Credit) -> None:
         operation = self._operations.get(credit.key)
@@ -418,6 +458,7 @@ class Exchanges:
         if self._early_bytes > self._most_early_bytes:
             self._count_early()
         operation.peers_digest = chunk.digest
+        self._leader_has_begun(node, operation)
         if operation.asked or self._participants.joined:
             self.agreement.peer_has_begun(operation)
 

@@ -133,6 +133,10 @@ class Executor:
         """
         self._reduce(operation, state.exchange_algorithm, bucket.reducer, bucket.codec, bucket.parts)
 
+    def scratch_nbytes(self, state: PlanState, bucket: BucketState) -> int:
+        """Returns the bytes that the exchange of a planned bucket holds while it is under way."""
+        return state.exchange_algorithm.scratch_nbytes(bucket.reducer, bucket.codec, len(state.members.nodes))
+
     def can_reduce_at_once(self, operation: Operation, recipe: Recipe) -> bool:
         """Returns whether a small all-reduce needs no thread: no kernel has to be compiled, and all of it is here."""
         return operation.is_here and self._kernels_for(recipe.reducer, recipe.layout.elements) is None

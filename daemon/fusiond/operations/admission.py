@@ -1,0 +1,103 @@
+"""The admission of planned buckets: how many of them begin at a time, so that their scratch memory stays bounded.
+
+A worker submits all buckets of a step at once, and each exchange holds what it has encoded, received and added up until
+its peers have answered. For `int8` that is about as much as the gradients. So an operation begins only where its
+exchange's scratch memory has room beside that of those under way; the rest waits in the arena, where it lies anyway.
+
+Nodes must not wait for each other because they have begun different operations. Two rules see to that:
+
+- *The first node of an operation leads.* The others begin what it has begun, room or not. So whatever it has under way
+  completes, in whatever order their own ranks submit. They ask it (`wire.Held`) about what waits, and it answers
+  (`wire.CaughtUp`), as for chunks that are held back (`transport.early_credit`).
+- *Of each plan, one operation begins without room.* So neither a bucket that is larger than all there is, nor another
+  plan, whose ranks may be waiting for this one, keeps a plan from going on.
+
+Ranks submit all buckets of a step before they wait for one of them, so each plan goes on whatever is late. At a node
+there is at most twice the room in use: its own, and what the leading nodes have begun.
+
+Rejected: the order of buckets in the plan as the order in which they begin. A rank in which gradients become ready in
+another order would begin all of them without room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+from dataclasses import dataclass
+
+from fusion_rt.wire import OpKey
+
+SCRATCH_BYTES = 96 * 1024 * 1024
+"""Bytes that the exchanges of planned buckets may hold at a time. Where other nodes lead it may be
+twice that. Two threads of kernels need 64 MiB more for buckets of 16 MiB, and so all of it is at most 256 MiB."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An operation that waits for room. `told`: the node that leads has begun it."""
+
+    nbytes: int
+    told: bool = False
+
+
+class Admission:
+    """Admits the operations of one engine.
+
+    Args:
+        under_way: those that have a record. One that is no longer in it is over.
+        nbytes: the room.
+    """
+
+    def __init__(self, under_way: Container[OpKey], nbytes: int) -> None:
+        self._under_way = under_way
+        self._nbytes = nbytes
+        self._admitted: dict[OpKey, int] = {}
+        self._of: Counter[int] = Counter()  # how many of them there are of each plan
+        self._used = 0
+        self._waiting: dict[OpKey, _Waiting] = {}  # the first ones first
+
+    def __contains__(self, key: OpKey) -> bool:
+        """Returns whether an operation waits."""
+        return key in self._waiting
+
+    def admits(self, key: OpKey, nbytes: int) -> bool:
+        """Returns whether an operation may begin, with so many bytes of scratch memory; if not, it waits."""
+        one = self._waiting.get(key, _Waiting(nbytes))
+        if not nbytes:
+            return True
+        if not self._may_begin(key, one):
+            self._waiting[key] = one
+            return False
+        self._waiting.pop(key, None)
+        self._admitted[key] = nbytes
+        self._of[key.plan] += 1
+        self._used += nbytes
+        return True
+
+    def told(self, key: OpKey) -> bool:
+        """Notes that the node that leads has begun an operation. Returns whether that waits here."""
+        one = self._waiting.get(key)
+        if one is not None:
+            one.told = True
+        return one is not None
+
+    def over(self, completed: OpKey | None) -> None:
+        """An operation is over; None: it has failed, and perhaps it is several."""
+        keys = (key for key in self._admitted if key not in self._under_way) if completed is None else (completed,)
+        for key in list(keys):
+            nbytes = self._admitted.pop(key, 0)
+            self._used -= nbytes
+            self._of[key.plan] -= bool(nbytes)
+        if completed is None:
+            self._waiting = {key: one for key, one in self._waiting.items() if key in self._under_way}
+
+    def next(self) -> OpKey | None:
+        """Returns the operation that waits longest of those that may begin now; None if there is none."""
+        return next((key for key, one in self._waiting.items() if self._may_begin(key, one)), None)
+
+    def statistics(self) -> dict[str, int]:
+        """Returns the `bytes` of scratch memory that operations under way may hold, and how many are `waiting`."""
+        return {"bytes": self._used, "waiting": len(self._waiting)}
+
+    def _may_begin(self, key: OpKey, one: _Waiting) -> bool:
+        return one.told or self._used + one.nbytes <= self._nbytes or not self._of[key.plan]
