@@ -21,6 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from fusion_rt.core.errors import JobError, SettingError
+from fusion_rt.host import python_children
 from fusion_rt.host.bootstrap import decode_line, encode_line
 
 LAUNCHER = "fusion_rt.runner.command.function_launcher"
@@ -184,7 +185,7 @@ def _launch(arguments: Sequence[str], function: bytes) -> tuple[Answer, list[byt
                 bufsize=0,  # nothing is left to be flushed when it is closed
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs],
-                cwd="/",  # files of the working directory could shadow Python's modules
+                cwd=python_children.DIRECTORY,
                 env=_environment(),
                 start_new_session=True,  # so that Ctrl-C reaches it once, from here
             )

@@ -28,7 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.dist.flight_record import BUFFER_SIZE, FlightRecorder
-from fusion_rt.host.private_files import open_private
+from fusion_rt.host.private_files import open_private, replacing
 
 _PLACES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -88,12 +88,10 @@ class FlightDumps:
             raise FusionError(f"nothing is recorded: set {_SIZES[0]} to a number of operations, or {_PLACES[0]} to "
                               "where dumps go, before the process group is made")  # fmt: skip
         whole = Path(path or f"{os.path.expanduser(self._place or _DEFAULT)}{self._rank}")
-        part = whole.with_name(f".{whole.name}.part")
         with self._lock:
             whole.parent.mkdir(parents=True, exist_ok=True)
-            with open(open_private(str(part)), "wb") as file:  # torch's place is in /tmp, where others can plant links
+            with replacing(str(whole)) as file:  # torch's place is in /tmp, where others can plant links
                 pickle.dump(self.recorder.dump(), file, protocol=2)  # torch's
-            part.replace(whole)
         return whole
 
     def write_everywhere(self) -> None:
@@ -178,7 +176,7 @@ class FlightDumps:
             if stat.S_ISFIFO(os.lstat(path).st_mode):
                 os.unlink(path)
         os.mkfifo(path, 0o600)
-        self._pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing too: so it has no end
+        self._pipe = open_private(path, flags=os.O_RDWR)  # for writing too: so it has no end
         self._start("fusion-flight-pipe", self._await_byte, path)
 
     def _await_byte(self, path: str) -> None:

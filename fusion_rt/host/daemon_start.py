@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 
 from fusion_rt.core.errors import FusionError
+from fusion_rt.host import python_children
 from fusion_rt.host.bootstrap import (
     DAEMON_COMMAND,
     DaemonConfig,
@@ -21,6 +22,7 @@ from fusion_rt.host.bootstrap import (
     job_directory,
     make_private_directory,
 )
+from fusion_rt.host.private_files import open_private
 
 _PATHS = ("FUSION_TRACE_DIR", "FUSION_SNAPSHOT_DIRECTORY", "FUSION_METRICS_TOKEN_FILE")  # of daemons
 _LOG_TAIL = 2000  # characters of the daemon's log that an error quotes
@@ -88,13 +90,13 @@ def start(config: DaemonConfig, root: str, timeout: float) -> StartedDaemon:
     make_private_directory(root)
     make_private_directory(directory)
     log = os.path.join(directory, "log")
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as errors:
+    with open(open_private(log, flags=os.O_WRONLY | os.O_APPEND), "wb") as errors:
         process = subprocess.Popen(
             DAEMON_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            cwd="/",  # files of the working directory might shadow Python's own modules
+            cwd=python_children.DIRECTORY,
             env=_environment(os.environ, root),
             start_new_session=True,
         )
@@ -150,12 +152,9 @@ def _how_it_ended(process: subprocess.Popen[bytes], log: str) -> str:
 
 def _environment(environ: Mapping[str, str], root: str) -> dict[str, str]:
     """This process's environment with every path in it made absolute, since the daemon runs in another directory."""
-    paths = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     given = {name: environ[name] for name in _PATHS if environ.get(name)}
     return {
-        **environ,
+        **python_children.environment(environ),
         **{name: os.path.abspath(os.path.expanduser(path)) for name, path in given.items()},
         "FUSION_RUNTIME_DIR": root,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONSAFEPATH": "1",
     }

@@ -1,11 +1,18 @@
-"""Files of this user in places where other users can write as well, such as /tmp."""
+"""Files of this user in places where other users can write as well, such as /tmp.
+
+Whatever this project writes, it opens here (`tests/test_writers.py` finds the rest): who opens a file need not think
+of those who could have planted a link under its name.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
 
 from fusion_rt.core.errors import FusionError
 
@@ -13,29 +20,37 @@ _LONGEST_SECRET = 4096  # bytes
 _SHORTEST_SECRET = 16
 
 
-def open_private(path: str, directory: int | None = None) -> int:
-    """Opens an empty file for writing and returns its descriptor. A new file has mode 0600.
+def open_private(
+    path: str, directory: int | None = None, flags: int = os.O_WRONLY | os.O_TRUNC, mode: int = 0o600
+) -> int:
+    """Opens a file for writing and returns its descriptor, which no child inherits.
 
-    An existing file is truncated, and keeps its mode, if it belongs to this user and has no other name; a device of
-    root's, such as /dev/null, is used, too. Links are not followed: anybody who can write to the directory could have
-    made one to another file of this user.
+    An existing file is used, and keeps its mode, if it belongs to this user and has no other name; a device of root's,
+    such as /dev/null, is used, too. Links are not followed: anybody who can write to the directory could have made one
+    to another file of this user.
 
     Args:
         path: of the file.
         directory: descriptor of the directory that `path` is relative to; None: the working directory.
+        flags: of open(2); with `O_TRUNC` the file is empty then.
+        mode: of a new file.
 
     Raises:
         OSError: the file cannot be made, or is somebody else's; `strerror` says so.
     """
-    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    with suppress(FileExistsError):
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
-    try:
-        fd = os.open(path, flags | os.O_NONBLOCK, dir_fd=directory)  # a pipe without a reader is an error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a symbolic link, and is not followed", path) from None
-        raise
+    truncated, flags = flags & os.O_TRUNC, flags & ~os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        with suppress(FileExistsError):
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=directory)
+        try:
+            fd = os.open(path, flags | os.O_NONBLOCK, dir_fd=directory)  # a pipe without a reader is an error
+            break
+        except FileNotFoundError:  # it has just been removed
+            continue
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, "it is a symbolic link, and is not followed", path) from None
+            raise
     try:
         found = os.fstat(fd)
         regular = stat.S_ISREG(found.st_mode)
@@ -43,13 +58,44 @@ def open_private(path: str, directory: int | None = None) -> int:
             raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", path)
         if regular and found.st_nlink > 1:
             raise PermissionError(errno.EPERM, "it has a second name (a hard link)", path)
-        if regular:
+        if regular and truncated:
             os.ftruncate(fd, 0)
         os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def replacing(path: str, part: str = "", mode: int = 0o600) -> Iterator[IO[bytes]]:
+    """Writes a file that has its contents wholly, or does not change: what is yielded becomes the file at the end of
+    the block, and is removed if that raises.
+
+    Args:
+        path: of the file. What is there, a link as well, is replaced.
+        part: where it is until then, in the same directory; by default, a new name for each call. What is there is
+            removed: the part of a process that was killed, or a link.
+        mode: of the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if part:
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    else:
+        fd, part = tempfile.mkstemp(prefix=".", dir=os.path.dirname(os.path.abspath(path)))
+    try:
+        with os.fdopen(fd, "wb") as file:
+            yield file
+            os.fchmod(file.fileno(), mode)
+        os.replace(part, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+        raise
 
 
 def open_private_directory(path: str) -> int:

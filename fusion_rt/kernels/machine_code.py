@@ -17,7 +17,6 @@ import os
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -26,6 +25,8 @@ from typing import Any, BinaryIO
 
 from fusion_rt.core import dtypes
 from fusion_rt.core.errors import FusionError
+from fusion_rt.host import python_children
+from fusion_rt.host.private_files import replacing
 
 SUM, PRODUCT, MIN, MAX = range(4)
 
@@ -182,15 +183,8 @@ class MachineCode:
         for folder in self._folders:
             try:
                 folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
-                    try:
-                        file.write(hashlib.sha256(code).digest() + code)
-                        os.fchmod(file.fileno(), 0o644)
-                        file.flush()
-                        os.replace(file.name, self._file(folder, kernel))
-                    except BaseException:
-                        os.unlink(file.name)
-                        raise
+                with replacing(str(self._file(folder, kernel)), mode=0o644) as file:
+                    file.write(hashlib.sha256(code).digest() + code)
                 return
             except OSError as error:
                 reasons.append(str(error))
@@ -246,7 +240,7 @@ def _compile(kernels: list[str]) -> list[tuple[str, bytes]]:
             [sys.executable, "-m", _COMPILER, *kernels],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            cwd="/",
+            cwd=python_children.DIRECTORY,
             env={**environment, "PYTHONPATH": path},
             timeout=_COMPILE_TIMEOUT_S,
             check=True,

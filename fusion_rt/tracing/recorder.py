@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host import bootstrap
-from fusion_rt.host.private_files import is_at
+from fusion_rt.host.private_files import is_at, open_private
 from fusion_rt.settings import Settings
 from fusion_rt.tracing import files, processors
 from fusion_rt.tracing.format import (
@@ -189,7 +189,7 @@ class Recorder:
 
     def _make(self, path: str) -> mmap.mmap:
         while True:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._fd = open_private(path, flags=os.O_RDWR | os.O_TRUNC)
             fcntl.flock(self._fd, fcntl.LOCK_SH)  # as long as this process lives: see `files`
             if is_at(self._fd, path):
                 break

@@ -29,9 +29,10 @@ from fusion_rt.core.errors import ArenaError, FusionError, HorovodInternalError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.arena import Segment
 from fusion_rt.host.bootstrap import RANKS_DIRECTORY, DaemonConfig
+from fusion_rt.host.private_files import replacing
 from fusion_rt.local import packets
 from fusiond.app.cli import app
-from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles, write_new
+from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
 from fusiond.host import leftovers
 from fusiond.host.leftovers import remove_dead
 from fusiond.host.loop import EventLoop
@@ -254,9 +255,11 @@ def test_a_snapshot_is_written_through_no_link_and_for_this_user_alone(tmp_path:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     path.with_name(path.name + ".new").symlink_to(precious)
-    write_new(f"{path}.new", memoryview(b"snapshot"))
+    with replacing(str(path), f"{path}.new") as file:
+        file.write(b"snapshot")
     assert precious.read_text() == "mine"
-    assert not path.with_name(path.name + ".new").is_symlink()
+    assert path.read_bytes() == b"snapshot"
+    assert not path.is_symlink()
 
 
 def test_a_snapshot_that_others_may_have_written_is_not_believed(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from fusion_rt.core.errors import FusionError
-from fusion_rt.host.private_files import open_private, open_private_directory, read_secret
+from fusion_rt.host.private_files import open_private, open_private_directory, read_secret, replacing
 from fusion_rt.runner.launch.worker_output import WorkerOutput
+from fusion_rt.torch.autotune.log import Log
+from fusion_trace.export.output_file import opened
 from fusiond.timeline.array_file import ArrayFile
 
 NOBODY = 65534
@@ -123,6 +126,49 @@ def test_timelines_and_output_are_for_this_user_alone_and_follow_no_link(world: 
     with pytest.raises(NotADirectoryError):
         WorkerOutput(Sink(), 1, str(world / "planted"))
     assert precious.read_text() == "mine"
+
+
+def test_what_a_command_or_a_setting_names_is_written_through_no_link(world: Path, precious: Path) -> None:
+    (world / "link").symlink_to(precious)
+    for suffix in ("html", "html.gz"):
+        (world / f"report.{suffix}").symlink_to(precious)
+        with pytest.raises(OSError, match="symbolic link"), opened(str(world / f"report.{suffix}")):
+            pass
+    with pytest.warns(UserWarning, match="symbolic link"):
+        Log(str(world / "link"))
+    assert precious.read_text() == "mine"
+
+
+def write_a_part(file: IO[bytes]) -> None:
+    file.write(b"a part")
+    file.flush()
+    raise BufferError
+
+
+@pytest.mark.parametrize("part", ["", "file.new"])
+def test_a_file_is_replaced_wholly_or_not_at_all(world: Path, precious: Path, part: str) -> None:
+    path = world / "file"
+    path.symlink_to(precious)  # and one under the name of the part
+    (world / "file.new").symlink_to(precious)
+    for mode in (0o600, 0o644):
+        with replacing(str(path), part and str(world / part), mode) as file:
+            file.write(b"all of it")
+        assert path.read_text() == "all of it"
+        assert stat.S_IMODE(path.lstat().st_mode) == mode
+    assert precious.read_text() == "mine"
+    with pytest.raises(BufferError), replacing(str(path), part and str(world / part)) as file:
+        write_a_part(file)
+    assert path.read_text() == "all of it"
+    assert {each.name for each in world.iterdir()} == {"file"} | ({"file.new"} if not part else set())
+
+
+def test_a_file_may_go_on_where_it_ends(world: Path) -> None:
+    for text in (b"first", b"second"):
+        with os.fdopen(open_private(str(world / "file"), flags=os.O_WRONLY | os.O_APPEND), "wb") as file:
+            file.write(text)
+    assert (world / "file").read_text() == "firstsecond"
+    with os.fdopen(open_private(str(world / "file"), flags=os.O_RDWR), "r+b") as file:
+        assert file.read() == b"firstsecond"
 
 
 def test_a_directory_is_opened_as_often_as_it_is_asked_for(world: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from contextlib import suppress
 
 import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
+from fusion_rt.host.private_files import replacing
 from fusion_rt.local import array_codec
 from fusiond.collectives.base import Array
 
@@ -66,8 +66,10 @@ class SnapshotFiles:
             for old in self.numbers(plan) if keep else ():
                 if old != keep:
                     os.unlink(self.path(plan, old))
-            write_new(f"{path}.new", data.data)
-            os.replace(f"{path}.new", path)
+            with replacing(path, f"{path}.new") as file:
+                file.write(data.data)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise SnapshotError(
                 f"no snapshot could be written to {path}: {error.strerror}; the one before is left"
@@ -101,25 +103,6 @@ class SnapshotFiles:
     def _prefix(self, plan: wire.Plan) -> str:
         name = hashlib.blake2b(f"{plan.process_set} {plan.group}".encode(), digest_size=6).hexdigest()
         return f"{name}.node{self._node}."
-
-
-def write_new(path: str, data: memoryview) -> None:
-    """Writes a file, through no link that somebody else has left there; what could not be written whole is removed.
-
-    Raises:
-        OSError: there is no room for it, or no right to.
-    """
-    with suppress(FileNotFoundError):
-        os.unlink(path)  # of a daemon that was killed while it wrote, or a link
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        os.unlink(path)  # on a full disk, its part would be in the way of the next one
-        raise
 
 
 def _fingerprint(plan: wire.Plan) -> Array:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host import bootstrap
-from fusion_rt.host.private_files import is_at
+from fusion_rt.host.private_files import is_at, open_private
 from fusion_rt.host.stacks import STACK_SIGNAL
 from fusion_rt.local.daemons import OWN_STACKS
 from fusiond.host import leftovers, log_writer
@@ -45,7 +45,7 @@ class Directory:
     def show_stacks(self) -> None:
         """Has this process write the stack of its main thread into a file here on STACK_SIGNAL, until it ends."""
         path = os.path.join(self._path, OWN_STACKS)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = open_private(path, flags=os.O_WRONLY | os.O_TRUNC | os.O_APPEND)
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=False, chain=False)
 
     def _take(self, config: bootstrap.DaemonConfig) -> int:
@@ -54,7 +54,7 @@ class Directory:
         while True:
             bootstrap.make_private_directory(self._path)
             try:
-                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fd = open_private(self._lock_path, flags=os.O_RDWR)
             except FileNotFoundError:
                 continue  # another process has just removed the files of a dead daemon
             try:

@@ -12,6 +12,7 @@ import msgspec
 
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
+from fusion_rt.host import python_children
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import Recorder
@@ -180,6 +181,8 @@ class _WriterProcess:
                     [sys.executable, "-m", "fusiond.timeline.writer_process", *map(str, fds)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
+                    cwd=python_children.DIRECTORY,
+                    env=python_children.environment(os.environ),
                     start_new_session=True,  # what ends the daemon's group must not cut the file
                 )
             except OSError:

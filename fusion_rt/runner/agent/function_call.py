@@ -36,7 +36,7 @@ class FunctionFile:
 
     def feed(self, data: bytes) -> None:
         """Takes a piece of it."""
-        with open(self._fd, "ab", closefd=False) as file:
+        with os.fdopen(self._fd, "ab", closefd=False) as file:
             file.write(data)
         self._missing -= len(data)
         if self._missing <= 0:
@@ -95,5 +95,5 @@ def main() -> None:
         data = cloudpickle.dumps(result)
     except (TypeError, pickle.PicklingError) as error:
         raise TypeError(f"the function's result, a {type(result).__name__}, cannot be sent back: {error}") from error
-    with open(result_fd, "wb") as file:
+    with os.fdopen(result_fd, "wb") as file:
         file.write(data)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 
 import fusion_rt
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.wording import counted
 from fusion_rt.host.bootstrap import make_private_directory
+from fusion_rt.host.private_files import open_private
 from fusion_rt.runner.protocol.agent_messages import Job, Versions
 from fusion_rt.units import MIB
 
@@ -80,7 +80,9 @@ def _command(job: Job) -> str:
 def _runtime_root(path: str) -> str:
     try:
         make_private_directory(path)
-        with tempfile.TemporaryFile(dir=path) as probe:
+        name = os.path.join(path, f"probe.{os.getpid()}")
+        with open(open_private(name), "wb") as probe:
+            os.unlink(name)
             probe.write(b"\0" * 4096)
             probe.flush()
     except FusionError as error:

@@ -15,6 +15,7 @@ import msgspec
 
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.host.bootstrap import make_private_directory
+from fusion_rt.host.private_files import open_private
 from fusion_rt.local import elastic
 from fusion_rt.local.packets import peer_credentials
 
@@ -143,7 +144,7 @@ class WorkerServer:
 
 def _locked(path: str) -> int:
     """The descriptor of a lock that this process has taken."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    lock = open_private(path, flags=os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from typing import Any
 
 import fusion_rt
+from fusion_rt.host import python_children
 from fusion_rt.host.process_memory import Process
 from fusion_rt.settings import Settings
 
@@ -80,7 +82,14 @@ def _own_memory() -> tuple[bool, str]:
     if Settings.from_env().memory == "copy":
         return False, "(FUSION_MEMORY=copy: by way of shared memory)"
     command = [sys.executable, "-c", _OFFER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=python_children.DIRECTORY,
+        env=python_children.environment(os.environ),
+    ) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
         offer = json.loads(worker.stdout.readline() or "{}")
@@ -107,7 +116,13 @@ def _ask(code: str) -> dict[str, Any]:
     """Runs a piece of Python; returns what it prints as JSON, or its `error`."""
     try:
         run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            cwd=python_children.DIRECTORY,
+            env=python_children.environment(os.environ),
         )
     except subprocess.TimeoutExpired:
         return {"error": f"(no answer within {_TIMEOUT_S:g} s)"}

@@ -156,7 +156,7 @@ def _pipe(its_ends: ExitStack, undo: ExitStack, is_input: bool) -> tuple[int, IO
     reading, writing = os.pipe()
     its, own = (reading, writing) if is_input else (writing, reading)
     its_ends.callback(os.close, its)
-    return its, undo.enter_context(open(own, "wb" if is_input else "rb", buffering=0))
+    return its, undo.enter_context(os.fdopen(own, "wb" if is_input else "rb", buffering=0))
 
 
 def adopt_orphans() -> None:

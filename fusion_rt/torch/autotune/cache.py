@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import stat
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 
 from fusion_rt import wire
 from fusion_rt.choice.candidates import Setting
+from fusion_rt.host.private_files import replacing
 from fusion_rt.wire.plans import TunedBytes, TunedThreads
 
 VERSION = 1
@@ -115,14 +115,8 @@ def save(folder: Path, fingerprint: Fingerprint, setting: Setting, score: float,
     path = folder / fingerprint.file_name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(msgspec.json.format(msgspec.json.encode(file)) + b"\n")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with replacing(str(path)) as out:
+            out.write(msgspec.json.format(msgspec.json.encode(file)) + b"\n")
     except OSError as error:
         warnings.warn(f"the tuning result cannot be kept in {folder}: {error}", stacklevel=2)
         return ""

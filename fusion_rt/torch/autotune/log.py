@@ -6,9 +6,11 @@ writes where a switch is off; `score` is last, as there, and the same: bytes red
 
 from __future__ import annotations
 
+import os
 import warnings
 
 from fusion_rt.choice.candidates import Setting
+from fusion_rt.host.private_files import open_private
 from fusion_rt.units import KIB, MIB
 
 COLUMNS = (
@@ -26,7 +28,7 @@ class Log:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._write(",".join(COLUMNS), "w")
+        self._write(",".join(COLUMNS), os.O_TRUNC)
 
     def sample(self, setting: Setting, score: float) -> None:
         """A setting, and its score."""
@@ -34,13 +36,13 @@ class Log:
             0, 0, 0, 1, 0, f"{setting.threshold / MIB:g}", f"{(setting.chunk_bytes or 0) / KIB:g}",
             f"{(setting.window_bytes or 0) / MIB:g}", setting.threads, setting.exchange, f"{score:g}",
         )  # fmt: skip
-        self._write(",".join(map(str, values)), "a")
+        self._write(",".join(map(str, values)), os.O_APPEND)
 
-    def _write(self, line: str, mode: str) -> None:
+    def _write(self, line: str, flags: int) -> None:
         if not self._path:
             return
         try:
-            with open(self._path, mode, encoding="utf-8") as file:
+            with open(open_private(self._path, flags=os.O_WRONLY | flags), "w", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
             warnings.warn(f"the log file of --autotune cannot be written: {error}", stacklevel=3)

@@ -25,6 +25,8 @@ from typing import TypeVar
 
 import msgspec
 
+from fusion_rt.host.private_files import open_private
+
 NEVER = 2**62  # a step that does not come
 REFUSED = "-"  # instead of an offer
 _MAX = 64 * 1024  # bytes of the file
@@ -125,7 +127,7 @@ class Ledger:
         self._path = path
         self._ranks = ranks
         self._position = position
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = open_private(path, flags=os.O_RDWR)
 
     def enrol(self, offer: str, step: int) -> None:
         """See `State`. The file has no name any more when all have it open."""

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.host.private_files import replacing
 from fusiond.app.daemon_effects import DaemonEffects
-from fusiond.engine.snapshot_files import write_new
 from fusiond.engine.snapshots import SLOW_S
 from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
@@ -177,6 +177,10 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
     effects.begin(cast(Any, None), pool)
     ended: list[str] = []
 
+    def write() -> None:
+        with replacing(str(tmp_path / "file")) as file:
+            os.fsync(file.fileno())
+
     def ends(what: str) -> Callable[[BaseException | None], None]:
         def then(error: BaseException | None) -> None:
             assert error is None
@@ -185,7 +189,7 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
 
         return then
 
-    effects.run_on_files(lambda: write_new(str(tmp_path / "file"), memoryview(b"x")), ends("file"))
+    effects.run_on_files(write, ends("file"))
     effects.run_jobs([lambda: None], ends("kernel"))
     loop.run()
     assert ended == ["kernel"]

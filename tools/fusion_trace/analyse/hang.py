@@ -20,6 +20,7 @@ import msgspec
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
+from fusion_rt.host.private_files import open_private
 from fusion_rt.host.stacks import STACK_BYTES, STACK_SIGNAL, is_handled
 from fusion_rt.local import stack_text
 from fusion_rt.local.daemons import OWN_STACKS, Found, NoAnswer, ask, find
@@ -102,7 +103,7 @@ def _stack(found: Found, pid: int) -> wire.Stack:
             return wire.Stack()
         if not is_handled(pid, STACK_SIGNAL):  # it would be its end
             return wire.Stack()
-        os.truncate(path, 0)
+        os.close(open_private(path))
         signal.pidfd_send_signal(process, STACK_SIGNAL)
         return stack_text.with_sources(stack_text.parse(_written(path)))
     except (FileNotFoundError, ProcessLookupError):

@@ -167,6 +167,7 @@ def report(
 
     The page needs no network and no other file. It is drawn by plotly, which is in the extra `trace`.
     """
+    from fusion_trace.export.output_file import opened
     from fusion_trace.report import html_page
     from fusion_trace.report.figures import analyse
     from fusion_trace.report.findings import findings
@@ -183,8 +184,8 @@ def report(
     text = html_page.render(trace.job, sections(found, others), script)
 
     def write() -> int:
-        with open(output, "w", encoding="utf-8") as file:
-            file.write(text)
+        with opened(output) as file:
+            file.write(text.encode())
         return os.path.getsize(output)
 
     nbytes = _written(output, write)

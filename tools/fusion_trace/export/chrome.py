@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 
 from fusion_rt.tracing.format import NOBODY, Flush
+from fusion_trace.export.output_file import opened
 from fusion_trace.export.picture import Picture, Rows
 from fusion_trace.export.slices import Marks, Slices
 from fusion_trace.read.job import JobTrace
@@ -20,7 +19,6 @@ from fusion_trace.read.operation_index import NEVER, Ints
 Event = dict[str, Any]
 _US = 1000  # ns; a float holds the quotient exactly enough for all digits to come out
 _ROWS = 16384  # that are made into text at once
-_FAST = 1  # of gzip: a file is a third larger, and there in a fifth of the time
 
 
 def lines(picture: Picture) -> Iterator[str]:
@@ -149,9 +147,7 @@ def write(path: str, every: Iterable[str], about: Mapping[str, Any]) -> int:
     """
     number = 0
     remaining = iter(every)
-    opener = partial(gzip.open, compresslevel=_FAST) if path.endswith(".gz") else open
-    with opener(path, "wb") as opened:
-        file = cast(IO[bytes], opened)
+    with opened(path) as file:
         head = json.dumps({"displayTimeUnit": "ns", "otherData": dict(about)})
         file.write((head[:-1] + ', "traceEvents": [\n').encode())
         while some := list(islice(remaining, _ROWS)):

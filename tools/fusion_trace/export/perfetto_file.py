@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator
-from typing import IO, Any, cast
+from typing import IO, Any
 
+from fusion_trace.export.output_file import opened
 from fusion_trace.export.picture import Picture, Track
 from fusion_trace.read.ring_reader import TraceError
 
@@ -19,11 +19,10 @@ def write(path: str, picture: Picture) -> int:
         OSError: the file cannot be written.
         TraceError: the package `perfetto` is not installed.
     """
-    opener = gzip.open if path.endswith(".gz") else open
     number = 0
-    with opener(path, "wb") as file:
+    with opened(path) as file:
         for packet in packets(picture):
-            _write(cast(IO[bytes], file), packet)
+            _write(file, packet)
             number += 1
     return number
 

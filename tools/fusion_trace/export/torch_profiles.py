@@ -30,7 +30,7 @@ def read(path: str) -> dict[str, Any]:
         TraceError: it is none.
     """
     try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
     except (OSError, EOFError) as error:
         raise TraceError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -19,7 +19,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
-from fusion_rt.host.private_files import open_private
+from fusion_rt.host.private_files import replacing
 from fusion_rt.local.daemons import Found, NoAnswer, ask, find
 from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT
 from fusion_trace.read.ring_reader import RECORD_DTYPE, RECORDS_AT, Header, Records, TraceError, header_of
@@ -107,14 +107,8 @@ def _one(daemon: Found, node: int, host: str, name: str, directory: str, timeout
 
     try:
         data, records = fetch(read, name)
-        temporary = f"{path}.{os.getpid()}.new"
-        try:
-            with open(open_private(temporary), "wb") as file:
-                file.write(data)
-            os.rename(temporary, path)
-        finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+        with replacing(path) as file:
+            file.write(data)
     except OSError as error:
         raise TraceError(f"{path} cannot be written: {error.strerror}") from None
     except FusionError as error:
