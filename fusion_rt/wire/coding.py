@@ -32,11 +32,11 @@ from fusion_rt.wire.peers import (
     Heartbeat,
     Joined,
     Leaving,
+    LinkTimes,
     Measure,
     Mirrored,
     NewEpoch,
     Occupied,
-    Path,
     PeerHello,
     Probe,
     Reopen,
@@ -60,8 +60,8 @@ from fusion_rt.wire.views import (
 )
 
 PeerMessage: TypeAlias = (
-    PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | Path | Up | NewEpoch
-    | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
+    PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | LinkTimes | Up
+    | NewEpoch | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
     | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Mirrored
     | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Held | CaughtUp | Piece | RingsRequest | Rings
     | RingPieceRequest | RingPiece

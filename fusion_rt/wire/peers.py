@@ -87,13 +87,31 @@ class Echo(msgspec.Struct, tag="echo", array_like=True):
 
 
 class Measure(msgspec.Struct, tag="measure", array_like=True):
-    """From the coordinator, which has found links over a distance: the receiver is to measure its link to a node."""
+    """From the coordinator, which has found links over a distance: the receiver is to measure its links to nodes.
 
-    node: Rank
+    Attributes:
+        nodes: a single one if `rate`.
+        rate: how much the link carries, too; else latencies only.
+    """
+
+    nodes: tuple[Rank, ...]
+    rate: bool = False
 
 
-class Path(msgspec.Struct, tag="path", array_like=True, frozen=True):
-    """The measured link between two nodes, and the answer to `Measure`.
+class LinkTimes(msgspec.Struct, tag="link_times", array_like=True):
+    """Answers `Measure`.
+
+    Attributes:
+        latencies: seconds that a message without payload takes one way, in the order of the nodes asked about.
+        seconds_per_byte: further seconds for each byte of payload; 0 where that was not asked for.
+    """
+
+    latencies: tuple[Annotated[float, msgspec.Meta(gt=0)], ...]
+    seconds_per_byte: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class Path(msgspec.Struct, array_like=True, frozen=True):
+    """A link between two nodes, as measured when the job started.
 
     Attributes:
         nodes: both, the lower one first.

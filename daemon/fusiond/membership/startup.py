@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from fusion_rt import wire
@@ -13,18 +14,21 @@ from fusion_rt.core.cost import CostModel
 from fusion_rt.core.errors import WireError
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
+from fusiond.collectives.cost import worst
 from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop, Timer
 from fusiond.host.signals import tell_starter
 from fusiond.membership.epoch import Membership
-from fusiond.transport.distance import is_far, pairs
+from fusiond.transport.distance import completed, is_far, rounds_of
 from fusiond.transport.mesh import Mesh
-from fusiond.transport.probe import FEW, LinkProbe
+from fusiond.transport.probe import FEW, LinkProbe, Pings, Probe
 
 _log = logging.getLogger("fusiond")
 _LATE = 0.8  # of the start's time-out
 _COORDINATORS = 0.05  # of it, in which nodes can say that their own workers are late before the coordinator names them
 _OTHERS = 0.1  # of it, in which the coordinator can say who is late before nodes speak that do not know
+_OWN_PINGS, _PINGS = 6, 3  # to each node: by the coordinator, who decides whether any is far, and by others then
+_APART = 1e-3  # seconds between the first pings to two nodes, so that echoes do not wait for each other
 
 
 class Starting:
@@ -58,8 +62,13 @@ class Starting:
         self._started = started
         self._failed = failed
         self._probe = probe
+        self._pings: Pings | None = None
+        self._pinged: Callable[[Mapping[int, float]], None]  # takes the latencies, when all echoes have come
         self._asked: LinkProbe | None = None  # for the coordinator
-        self._rounds: list[list[tuple[int, int]]] | None = None  # of links of others that have to be measured
+        self._awaited: dict[int, wire.Measure] = {}  # what nodes are measuring
+        self._rounds: list[list[tuple[int, int]]] = []  # of links over a distance whose rate has to be measured
+        self._latencies: dict[tuple[int, int], float] = {}  # of links over a distance
+        self._rates: dict[tuple[int, int], float] = {}  # seconds a byte of them
         self._paths: dict[tuple[int, int], wire.Path] = {}
         self._timer: Timer | None = None
         self._began = time.monotonic()
@@ -89,7 +98,7 @@ class Starting:
             wire.Probe: lambda node, probe, payload: self._send(node, wire.Echo(probe.serial)),
             wire.Echo: self.echo,
             wire.Measure: self.measure,
-            wire.Path: self.measured,
+            wire.LinkTimes: self.measured,
             wire.Start: lambda node, start: self.start(start),
         }
 
@@ -97,11 +106,15 @@ class Starting:
         """Notes, at the coordinator, that a node is up in this membership epoch; measures links once all are."""
         self._membership.nodes_up[node] = epoch
         if self._membership.all_up:
-            self._send_probe(self._probe.begin(self._others()))
+            self._measure()
 
     def echo(self, node: int, echo: wire.Echo) -> None:
         """Takes in a probe that has come back, and sends the next one."""
-        if self._asked is not None:
+        if self._pings is not None:
+            if probe := self._pings.echo(node, echo.serial):
+                self._emit(probe)
+            self._end_of_pings(self._pings)
+        elif self._asked is not None:
             self._answer(self._asked, self._asked.echo(node, echo.serial))
         else:
             self._send_probe(self._probe.echo(node, echo.serial))
@@ -118,18 +131,27 @@ class Starting:
         ]
 
     def measure(self, node: int, order: wire.Measure) -> None:
-        """Begins to measure the link to a node for the coordinator."""
-        if order.node not in self._others() or node != self._membership.coordinator:
-            raise WireError(f"it wants this node to measure its link to node {order.node}, which is not its to say")
-        self._asked = LinkProbe(self._loop.clock, FEW)
-        self._answer(self._asked, self._asked.begin([order.node]))
+        """Begins to measure links to nodes for the coordinator."""
+        if not set(order.nodes) <= set(self._others()) or node != self._membership.coordinator or not order.nodes:
+            raise WireError(f"it wants this node to measure its links to {order.nodes}, which is not its to say")
+        if order.rate:
+            self._asked = LinkProbe(self._loop.clock, FEW)
+            self._answer(self._asked, self._asked.begin(order.nodes[:1]))
+        else:
+            self._ping(order.nodes, _PINGS, self._tell_latencies)
 
-    def measured(self, node: int, path: wire.Path) -> None:
-        """Takes in, at the coordinator, a link that another node has measured."""
-        if self._rounds and path.nodes in self._rounds[0] and path.nodes[0] == node:
-            self._paths[path.nodes] = path
-            self._rounds[0].remove(path.nodes)
-            self._measure_others()
+    def measured(self, node: int, answer: wire.LinkTimes) -> None:
+        """Takes in, at the coordinator, links that a node has measured."""
+        order = self._awaited.pop(node, None)
+        if order is None or len(answer.latencies) != len(order.nodes) or order.rate != bool(answer.seconds_per_byte):
+            raise WireError("it has measured links about which it was not asked")
+        for other, latency in zip(order.nodes, answer.latencies, strict=True):
+            link = min(node, other), max(node, other)
+            self._latencies[link] = min(latency, self._latencies.get(link, latency))
+            if order.rate:
+                self._rates[link] = answer.seconds_per_byte
+        if not self._awaited:
+            self._next_round()
 
     def start(self, start: wire.Start) -> None:
         """Starts the job here: the coordinator says that every node is up."""
@@ -137,7 +159,7 @@ class Starting:
         self._paths = {path.nodes: path for path in start.paths}
         if self._timer is not None:
             self._timer.cancel()
-        self._started(start, self._probe.seconds_per_byte)
+        self._started(start, self._seconds_per_byte())
         _log.info("the job has started after %.2f s", time.monotonic() - self._began)
         self.report("started")
         if not self._membership.local:
@@ -155,54 +177,117 @@ class Starting:
         assert self._mesh is not None
         self._mesh.send(node, message)
 
-    def _answer(self, asked: LinkProbe, probe: tuple[int, int, int] | None) -> None:
+    def _tell(self, answer: wire.LinkTimes) -> None:
+        """Tells the coordinator what was measured for it."""
+        if self._config.node == self._membership.coordinator:
+            self.measured(self._config.node, answer)
+        else:
+            self._send(self._membership.coordinator, answer)
+
+    def _tell_latencies(self, latencies: Mapping[int, float]) -> None:
+        self._tell(wire.LinkTimes(tuple(latencies.values())))
+
+    def _answer(self, asked: LinkProbe, probe: Probe | None) -> None:
         """Sends the next probe of a link that the coordinator wants to be measured, or tells it what was found."""
         if probe is not None:
             self._emit(probe)
         elif asked.cost is not None:
             self._asked = None
-            for node, link in asked.links.items():
-                self._send(self._membership.coordinator, _path(self._config.node, node, link))
+            self._tell(wire.LinkTimes((asked.cost.latency,), asked.cost.seconds_per_byte))
 
-    def _emit(self, probe: tuple[int, int, int]) -> None:
+    def _emit(self, probe: Probe) -> None:
         assert self._mesh is not None
         node, serial, nbytes = probe
         self._mesh.send_payload(node, wire.Probe(serial), bytes(nbytes))
 
-    def _measure_others(self) -> None:
-        """Has the links of others measured, where any link is over a distance: pair by pair, as many at a time as have
-        no node in common; then starts the job."""
-        if self._rounds is None:
-            far = any(is_far(link) for link in self._probe.links.values())
-            self._rounds = []
-            if far:
-                self._rounds = [links for links in pairs(self._others()) if links]
-                own = [_path(self._config.node, node, link) for node, link in self._probe.links.items()]
-                self._paths = {path.nodes: path for path in own}
-            self._ask()
-        elif self._rounds and not self._rounds[0]:
-            self._rounds.pop(0)
-            self._ask()
-        if not self._rounds:
-            self._begin_job()
+    # --- latencies of many links at a time ----------------------------------------------------------------------------
 
-    def _ask(self) -> None:
-        for one, other in self._rounds[0] if self._rounds else ():
-            self._send(one, wire.Measure(other))
+    def _ping(self, nodes: Sequence[int], count: int, then: Callable[[Mapping[int, float]], None]) -> None:
+        """Measures the latencies of links to nodes, and hands them on, by node."""
+        pings = self._pings = Pings(self._loop.clock, nodes, count)
+        self._pinged = then
+        for place, node in enumerate(nodes):
+            self._loop.call_later(place * _APART, partial(self._ping_first, pings, node))
+        self._end_of_pings(pings)
 
-    def _send_probe(self, probe: tuple[int, int, int] | None) -> None:
+    def _ping_first(self, pings: Pings, node: int) -> None:
+        if pings is self._pings:
+            self._emit(pings.ping(node))
+
+    def _end_of_pings(self, pings: Pings) -> None:
+        if pings.done:
+            self._pings = None
+            self._pinged({node: pings.latencies[node] for node in pings.nodes})
+
+    # --- which links are measured, and how ----------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Has links measured that are not known yet, from an epoch or a formation before."""
+        if self._paths:
+            self._begin_far_job()
+        else:
+            self._ping(self._probe.unknown(self._others()), _OWN_PINGS, self._decide_how_to_measure)
+
+    def _decide_how_to_measure(self, latencies: Mapping[int, float]) -> None:
+        """Measures the coordinator's links, or, where any of them is over a distance, those of all nodes."""
+        others = self._others()
+        if not any(is_far(CostModel(latency)) for latency in latencies.values()):
+            self._send_probe(self._probe.begin(others))
+        elif len(latencies) < len(others):
+            self._ping(others, _OWN_PINGS, self._measure_far)
+        else:
+            self._measure_far(latencies)
+
+    # --- links over a distance ----------------------------------------------------------------------------------------
+
+    def _measure_far(self, latencies: Mapping[int, float]) -> None:
+        """Has the links of all nodes measured: first latencies, all at once, then what links carry, as many at a time
+        as have no node in common."""
+        own = self._config.node
+        self._latencies = {(min(own, node), max(own, node)): latency for node, latency in latencies.items()}
+        self._rounds = rounds_of(self._membership.nodes)
+        others = self._others()
+        self._ask({node: wire.Measure(tuple(others[place + 1 :])) for place, node in enumerate(others[:-1])})
+
+    def _ask(self, orders: Mapping[int, wire.Measure]) -> None:
+        """Has nodes measure links; goes on when all have."""
+        self._awaited = dict(orders)
+        for node, order in orders.items():
+            if node == self._config.node:
+                self.measure(node, order)
+            else:
+                self._send(node, order)
+        if not orders:
+            self._next_round()
+
+    def _next_round(self) -> None:
+        if self._rounds:
+            self._ask({one: wire.Measure((other,), rate=True) for one, other in self._rounds.pop(0)})
+            return
+        links = completed(self._rates, self._latencies)
+        self._paths = {nodes: wire.Path(nodes, link.latency, link.seconds_per_byte) for nodes, link in links.items()}
+        self._begin_far_job()
+
+    def _begin_far_job(self) -> None:
+        paths = self._paths.values()
+        self._begin_job(worst([CostModel(path.latency, path.seconds_per_byte) for path in paths]))
+
+    # --- links of a local network -------------------------------------------------------------------------------------
+
+    def _send_probe(self, probe: Probe | None) -> None:
         if probe is not None:
             self._emit(probe)
         elif self._probe.cost is not None and not self._membership.started:
-            self._measure_others()
+            self._begin_job(self._probe.cost)
 
-    def _begin_job(self) -> None:
-        """Says, at the coordinator, that the job starts."""
-        assert self._probe.cost is not None
-        cost = self._probe.cost
-        if self._paths:  # the slowest link may be one between others
-            links = [CostModel(path.latency, path.seconds_per_byte) for path in self._paths.values()]
-            cost = CostModel(max(link.latency for link in links), max(link.seconds_per_byte for link in links))
+    def _seconds_per_byte(self) -> Mapping[int, float]:
+        """Returns those of this node's links, by node, as far as they have been measured."""
+        own = self._config.node
+        far = {sum(nodes) - own: path.seconds_per_byte for nodes, path in self._paths.items() if own in nodes}
+        return far or self._probe.seconds_per_byte
+
+    def _begin_job(self, cost: CostModel) -> None:
+        """Says, at the coordinator, that the job starts; `cost`: of the worst link."""
         route = cost.rounded(self._settings.route_latency, self._settings.route_rate)
         paths = tuple(path for _, path in sorted(self._paths.items()))
         start = wire.Start(cost.latency, cost.seconds_per_byte, route.latency, route.seconds_per_byte, paths)
@@ -236,7 +321,3 @@ class Starting:
         may be the first to say that it is.)"""
         is_late = time.monotonic() - self._began >= _LATE * self._settings.start_timeout
         return self._unreached() if is_late and not self._membership.started else []
-
-
-def _path(one: int, other: int, link: CostModel) -> wire.Path:
-    return wire.Path((min(one, other), max(one, other)), link.latency, link.seconds_per_byte)

@@ -101,6 +101,32 @@ def pairs(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
+def rounds_of(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Returns which pairs of nodes measure what their link carries, in rounds in which no node is twice: all pairs of
+    up to ten nodes, and log2 N rounds of more, so that the start takes no longer than a person waits."""
+    return pairs(nodes)[: None if len(nodes) <= _EXACT else (len(nodes) - 1).bit_length()]
+
+
+def completed(
+    links: Mapping[tuple[int, int], float], latencies: Mapping[tuple[int, int], float]
+) -> dict[tuple[int, int], CostModel]:
+    """Returns the model of each link whose latency is known.
+
+    Args:
+        links: measured seconds a byte by both nodes, the lower one first; at least one link of each node. Another link
+            is taken to carry what the better of the measured links of either end does, whichever is less.
+        latencies: seconds, of all links.
+    """
+    best: dict[int, float] = {}
+    for nodes, seconds in links.items():
+        for node in nodes:
+            best[node] = min(seconds, best.get(node, seconds))
+    return {
+        nodes: CostModel(latency, links.get(nodes) or max(best[node] for node in nodes))
+        for nodes, latency in latencies.items()
+    }
+
+
 def time_of(order: Sequence[int], costs: Costs) -> tuple[float, float]:
     """Returns what a ring in that order takes: seconds a byte of its slowest link, which all others wait for, then the
     seconds of latency around it."""

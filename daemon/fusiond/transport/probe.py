@@ -1,22 +1,70 @@
-"""Measures links when an epoch starts: the coordinator sends each peer small and large payloads and times the echo.
+"""Measures links when an epoch starts, by the time that payloads take to a node and back. No I/O: methods return what
+to send next.
 
-No I/O: `begin` and `echo` return what to send next. One peer at a time, so that measurements do not disturb each
-other.
+On a local network the coordinator measures its links, one peer at a time (`LinkProbe`), so that measurements do not
+disturb each other. Over a distance, where a measurement does little but wait, latencies are measured of all links at
+once (`Pings`), and how much links carry of a few pairs at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from fusiond.collectives.cost import CostModel, measured, worst
 
 SMALL, LARGE = 1, 256 * 1024  # bytes of payload
 _ROUNDS = (SMALL,) * 6 + (LARGE,) * 9
-FEW = (SMALL,) * 3 + (LARGE,) * 4
+FEW = (SMALL,) * 2 + (LARGE,) * 4
 """Rounds for a link over a distance, whose round trips are long."""
 _IN_A_BURST = 2  # of the large ones may be faster than the link
 
 Probe = tuple[int, int, int]  # node, serial, bytes of payload
+_serials = itertools.count(1)  # of all probes, so that a late echo is not taken for another one
+
+
+class Pings:
+    """Measures the latencies of links to many nodes at a time: a small payload at a time to each of them.
+
+    Args:
+        clock: seconds.
+        nodes: at the other ends.
+        count: payloads to each.
+
+    Attributes:
+        nodes: at the other ends.
+        latencies: seconds one way, by node: half of the best round trip so far.
+    """
+
+    def __init__(self, clock: Callable[[], float], nodes: Sequence[int], count: int) -> None:
+        self._clock = clock
+        self.nodes = tuple(nodes)
+        self._left = dict.fromkeys(nodes, count)
+        self._under_way: dict[int, tuple[int, float]] = {}  # serial, and when it was sent, by node
+        self.latencies: dict[int, float] = {}
+
+    @property
+    def done(self) -> bool:
+        """Returns whether all echoes have come."""
+        return not any(self._left.values())
+
+    def ping(self, node: int) -> Probe:
+        """Returns the next probe of a node, to be sent now."""
+        serial = next(_serials)
+        self._under_way[node] = serial, self._clock()
+        return node, serial, SMALL
+
+    def echo(self, node: int, serial: int) -> Probe | None:
+        """Takes in an echo. Returns the next probe of that node; None when there is none, or the echo is not the one
+        awaited."""
+        expected, sent_at = self._under_way.get(node, (0, 0.0))
+        if serial != expected:
+            return None
+        del self._under_way[node]
+        latency = (self._clock() - sent_at) / 2
+        self.latencies[node] = min(latency, self.latencies.get(node, latency))
+        self._left[node] -= 1
+        return self.ping(node) if self._left[node] else None
 
 
 class LinkProbe:
@@ -45,6 +93,10 @@ class LinkProbe:
         """Seconds a byte of each link, by node."""
         return {node: link.seconds_per_byte for node, link in self.links.items()}
 
+    def unknown(self, nodes: Sequence[int]) -> list[int]:
+        """Returns those of the nodes to which the links are not measured yet."""
+        return [node for node in nodes if node not in self._links]
+
     def begin(self, nodes: Sequence[int]) -> Probe | None:
         """Begins to measure the links to these nodes that are not measured yet, and nothing else. Returns the first
         probe; None if there is no link to measure."""
@@ -70,7 +122,7 @@ class LinkProbe:
 
     def _next(self) -> Probe | None:
         if self._todo:
-            self._serial += 1
+            self._serial = next(_serials)
             self._sent_at = self._clock()
             node, nbytes = self._todo[0]
             return node, self._serial, nbytes
