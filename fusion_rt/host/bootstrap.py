@@ -230,11 +230,18 @@ def make_private_directory(path: str, variable: str = "FUSION_RUNTIME_DIR") -> N
     `variable`: the environment variable that names the directory, for errors.
 
     Raises:
-        FusionError: it belongs to another user, others may enter it, or it is a link.
+        FusionError: it cannot be made, belongs to another user, others may enter it, or it is a link.
     """
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with suppress(FileExistsError):
-        os.mkdir(path, 0o700)
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except OSError as error:
+        base = os.environ.get("XDG_RUNTIME_DIR", "")
+        of_system = variable == "FUSION_RUNTIME_DIR" and base and path.startswith(base) and not os.path.isdir(base)
+        why = f"XDG_RUNTIME_DIR={base} is not there, and {error.filename}" if of_system else f"{error.filename}"
+        raise FusionError(f"the directory {path} cannot be made: {why}: {error.strerror}; set {variable} to a "
+                          "directory that this user may make") from None  # fmt: skip
     check_private_directory(path, variable)
 
 

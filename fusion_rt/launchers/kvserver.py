@@ -13,9 +13,10 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.host.address import is_loopback
 from fusion_rt.host.http_server import Request, Server, response
 from fusion_rt.launchers import kvstore
-from fusion_rt.launchers.kvstore import IDENTITY, show
+from fusion_rt.launchers.kvstore import IDENTITY, Prove, show
 
 _BACKLOG = 128
+_AT_A_TIME = 192  # ranks of the job that may ask at the same moment, all of one host perhaps; others try again
 _MAX_PUT = 64 * 1024  # bytes of a value from the network; rank 0's own, the longest ones, do not come that way
 
 
@@ -27,7 +28,7 @@ class HttpServer:
             machine's, it listens on that, else on all there are.
         ports: on the first of these that is free.
         scope: first part of the keys.
-        identity: what it says about itself.
+        prove: makes what it says about itself.
         admits: whether a value may be stored under a key.
         max_keys: how many there may be.
 
@@ -40,18 +41,21 @@ class HttpServer:
         hosts: Sequence[str],
         ports: Sequence[int],
         scope: str,
-        identity: bytes,
+        prove: Prove,
         admits: Callable[[str, bytes], bool],
         max_keys: int,
     ) -> None:
         self._hosts = hosts
-        self._values: dict[str, bytes] = {f"{scope}/{IDENTITY}": identity}
+        self._values: dict[str, bytes] = {}
+        self._own = f"{scope}/{IDENTITY}."
+        self._prove = prove
         self._lock = threading.Lock()
         self._admits = admits
         self._max_keys = max_keys
         listener = _listen(hosts, ports)
         self.port: int = listener.getsockname()[1]
-        self._server = Server(listener, self._answer, kvstore.REQUEST_S, _MAX_PUT, expected=max_keys)
+        expected = min(max_keys, _AT_A_TIME)
+        self._server = Server(listener, self._answer, kvstore.REQUEST_S, _MAX_PUT, expected)
 
     @property
     def where(self) -> str:
@@ -62,6 +66,8 @@ class HttpServer:
         return self._hosts
 
     def get(self, key: str) -> bytes | None:
+        if key.startswith(self._own):
+            return self._prove(kvstore.statement(key.partition("/")[2], self.port))
         with self._lock:
             return self._values.get(key)
 
@@ -83,10 +89,10 @@ class HttpServer:
         if request.method == "GET":
             found = self.get(key)
             return response("404 Not Found") if found is None else response("200 OK", found)
-        if request.method != "PUT" or key.endswith(f"/{IDENTITY}") or not self._admits(key, request.body):
+        if request.method != "PUT" or key.startswith(self._own) or not self._admits(key, request.body):
             return response("403 Forbidden")
         with self._lock:
-            if key not in self._values and len(self._values) > self._max_keys:
+            if key not in self._values and len(self._values) >= self._max_keys:
                 return response("403 Forbidden")
             self._values[key] = request.body
         return response("200 OK")

@@ -9,10 +9,12 @@ Python's own HTTP modules are not used: each of their reads has a time-out, but 
 
 from __future__ import annotations
 
+import hmac
 import re
+import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fusion_rt.core.errors import WireError
@@ -22,7 +24,9 @@ from fusion_rt.launchers.meeting import Address
 MAX_VALUE = 1024 * 1024  # bytes
 _PIECE = 64 * 1024  # bytes read at a time
 REQUEST_S = 3.0  # for one request, connecting included
-IDENTITY = "identity"  # the key under which a store says whose it is
+IDENTITY = "identity"  # how the keys begin under which a store says whose it is; a number behind it is not used twice
+Prove = Callable[[str], bytes]
+"""Returns the word that nobody but the job can have for a text."""
 
 
 class Store(Protocol):
@@ -56,14 +60,14 @@ class HttpStore:
     Args:
         places: where it may be, likeliest first.
         scope: first part of the keys.
-        identity: what a store at the right place says about itself; None: the only place is the right one.
+        prove: a store at the right place answers as this does; None: the only place is the right one.
     """
 
-    def __init__(self, places: Sequence[Address], scope: str, identity: bytes | None = None) -> None:
+    def __init__(self, places: Sequence[Address], scope: str, prove: Prove | None = None) -> None:
         self._places = places
         self._scope = scope
-        self._identity = identity
-        self._place = places[0] if identity is None else None
+        self._prove = prove
+        self._place = places[0] if prove is None else None
 
     @property
     def where(self) -> str:
@@ -88,19 +92,30 @@ class HttpStore:
         """Nothing is open between requests."""
 
     def _find(self) -> Address:
-        """The place of this job's store; other jobs, and other programs, may be found at the rest."""
-        if self._place is not None:
-            return self._place
+        """The place of this job's store; other jobs, and other programs, may be found at the rest.
+
+        Anybody may ask the store what it answers, and pass that on. So it is asked for another word each time, which is
+        of its port as well: nobody on the same host can be taken for it.
+        """
+        if self._place is not None or self._prove is None:
+            return self._place or self._places[0]
         problem = "there is no place to look at"
         for place in self._places:
             try:
-                if _get(place, f"{self._scope}/{IDENTITY}") == self._identity:
+                key = f"{IDENTITY}.{secrets.token_hex(16)}"
+                answer = _get(place, f"{self._scope}/{key}") or b""
+                if hmac.compare_digest(answer, self._prove(statement(key, place[1]))):
                     self._place = place
                     return place
                 problem = f"the store at {show(place)} belongs to another job"
             except (OSError, WireError) as error:
                 problem = str(error)
         raise OSError(problem)
+
+
+def statement(key: str, port: int) -> str:
+    """Returns the text that a store at a port proves itself by when it is asked for this key."""
+    return f"{key}.{port}"
 
 
 def _get(place: Address, key: str) -> bytes | None:

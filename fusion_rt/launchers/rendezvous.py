@@ -59,12 +59,15 @@ def open_store(meeting: Meeting, rank: int, size: int) -> Store:
     """
     if meeting.kind == "horovodrun":
         return HttpStore(meeting.addresses, meeting.scope)
-    identity = digest(meeting.secret, meeting.scope.encode())
+
+    def prove(text: str) -> bytes:
+        return digest(meeting.secret, f"{meeting.scope}/{text}".encode())
+
     if rank != 0:
-        return HttpStore(meeting.addresses, meeting.scope, identity)
+        return HttpStore(meeting.addresses, meeting.scope, prove)
     hosts, ports = (list(dict.fromkeys(column)) for column in zip(*meeting.addresses, strict=True))
     admits = functools.partial(is_sealed, meeting.secret)
-    return HttpServer(hosts, ports, meeting.scope, identity, admits, max_keys=4 * size + 8)
+    return HttpServer(hosts, ports, meeting.scope, prove, admits, max_keys=4 * size + 8)
 
 
 _DECISION: Any = Assignment | Refusal

@@ -150,6 +150,19 @@ def test_a_private_directory_may_be_relative(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "run").is_dir()
 
 
+def test_a_directory_that_cannot_be_made_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    remedy = "Not a directory; set FUSION_RUNTIME_DIR to a directory that this user may make"
+    with pytest.raises(FusionError, match=f"^the directory {tmp_path}/file/a/run cannot be made: .*: {remedy}$"):
+        bootstrap.make_private_directory(str(tmp_path / "file" / "a" / "run"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file" / "1000"))  # after su, for instance
+    with pytest.raises(FusionError, match=f"XDG_RUNTIME_DIR={tmp_path}/file/1000 is not there, .*: {remedy}$"):
+        bootstrap.make_private_directory(str(tmp_path / "file" / "1000" / "fusion_rt"))
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o777])
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "open"

@@ -17,15 +17,23 @@ from fusion_rt.launchers.kvstore import MAX_VALUE, HttpStore
 pytestmark = pytest.mark.multiprocess  # for the descriptors
 
 
+def ours(text: str) -> bytes:
+    return b"us:" + text.encode()
+
+
+def theirs(text: str) -> bytes:
+    return b"them:" + text.encode()
+
+
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    store = HttpServer(["127.0.0.1"], [0], "job", b"us", lambda key, value: not value.startswith(b"bad"), max_keys=3)
+    store = HttpServer(["127.0.0.1"], [0], "job", ours, lambda key, value: not value.startswith(b"bad"), max_keys=3)
     yield store
     store.close()
 
 
 def client_of(server: HttpServer) -> HttpStore:
-    return HttpStore([("127.0.0.1", server.port)], "job", b"us")
+    return HttpStore([("127.0.0.1", server.port)], "job", ours)
 
 
 def exchange(port: int, request: bytes) -> bytes:
@@ -83,7 +91,7 @@ def test_many_at_once(server: HttpServer) -> None:
 
 def test_the_server_keeps_what_it_admits_and_no_more(server: HttpServer) -> None:
     client = client_of(server)
-    for key, value in (("job/a", b"bad"), ("job/identity", b"mine"), ("other/identity", b"mine")):
+    for key, value in (("job/a", b"bad"), ("job/identity.1", b"mine")):
         with pytest.raises(WireError, match="403"):
             client.put(key, value)
     for key in "abc":
@@ -97,8 +105,8 @@ def test_the_server_keeps_what_it_admits_and_no_more(server: HttpServer) -> None
 @pytest.mark.parametrize(
     ("request_bytes", "answer"),
     [
-        (b"GET /job/identity HTTP/1.0\r\n\r\n", b"200"),
-        (b"DELETE /job/identity HTTP/1.0\r\n\r\n", b"403"),
+        (b"GET /job/identity.1 HTTP/1.0\r\n\r\n", b"200"),
+        (b"DELETE /job/identity.1 HTTP/1.0\r\n\r\n", b"403"),
         (b"GET /job HTTP/1.0\r\n\r\n", b"400"),
         (b"GET /job/a/b HTTP/1.0\r\n\r\n", b"400"),
         (b"GET /../../etc/passwd HTTP/1.0\r\n\r\n", b"400"),
@@ -119,7 +127,7 @@ def test_the_server_bears_what_comes(server: HttpServer, request_bytes: bytes, a
 
 def test_the_server_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvstore, "REQUEST_S", 0.2)
-    server = HttpServer(["127.0.0.1"], [0], "job", b"us", lambda *_: True, max_keys=3)
+    server = HttpServer(["127.0.0.1"], [0], "job", ours, lambda *_: True, max_keys=3)
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         connection.sendall(b"GET /job/a")
         assert connection.recv(10) == b""
@@ -141,27 +149,50 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(server: HttpServer) -> No
 
 
 def test_a_job_finds_its_own_store_among_others(server: HttpServer) -> None:
-    other = HttpServer(["localhost"], [0], "job", b"them", lambda *_: True, max_keys=9)
+    other = HttpServer(["localhost"], [0], "job", theirs, lambda *_: True, max_keys=9)
     with fake_server(lambda connection: connection.sendall(b"SSH-2.0-x\r\n\r\n")) as port:
         places = [("127.0.0.1", port), ("127.0.0.1", other.port), ("127.0.0.1", server.port)]
-        client = HttpStore(places, "job", b"us")
+        client = HttpStore(places, "job", ours)
         assert len(client.hosts) == 3
         client.put("job/a", b"1")
         assert (server.get("job/a"), other.get("job/a")) == (b"1", None)
         assert client.where == server.where
-        nobody = HttpStore(places[:2], "job", b"us")
+        nobody = HttpStore(places[:2], "job", ours)
         with pytest.raises(OSError, match="belongs to another job"):
             nobody.get("job/a")
         assert nobody.where == f"127.0.0.1:{port} or 127.0.0.1:{other.port}"
     other.close()
 
 
+def test_a_stranger_who_passes_on_what_the_store_says_is_not_taken_for_it(server: HttpServer) -> None:
+    """At a port that comes first: the job would wait for what is never there."""
+
+    def pass_on(connection: socket.socket) -> None:
+        connection.sendall(exchange(server.port, connection.recv(1000)))
+
+    with fake_server(pass_on) as port:
+        client = HttpStore([("127.0.0.1", port), ("127.0.0.1", server.port)], "job", ours)
+        client.put("job/a", b"1")
+        assert client.where == server.where
+        assert server.get("job/a") == b"1"
+
+
+def test_a_large_job_gives_strangers_no_more_room() -> None:
+    server = HttpServer(["127.0.0.1"], [0], "job", ours, lambda *_: True, max_keys=4 * 8192)
+    with contextlib.ExitStack() as stack:
+        for _ in range(600):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+        assert client_of(server).get("job/a") is None
+        assert len(server._server._connections) <= 256
+    server.close()
+
+
 def test_the_next_port_is_taken_when_one_is_in_use(server: HttpServer) -> None:
-    second = HttpServer(["127.0.0.1"], [server.port, 0], "job", b"", lambda *_: True, max_keys=9)
+    second = HttpServer(["127.0.0.1"], [server.port, 0], "job", ours, lambda *_: True, max_keys=9)
     assert second.port != server.port
     second.close()
     with pytest.raises(FusionError, match=rf"127.0.0.1:{server.port}: Address already in use\); set MASTER_PORT"):
-        HttpServer(["127.0.0.1"], [server.port], "job", b"", lambda *_: True, max_keys=9)
+        HttpServer(["127.0.0.1"], [server.port], "job", ours, lambda *_: True, max_keys=9)
 
 
 def test_a_server_listens_on_all_addresses_unless_one_is_meant() -> None:
@@ -169,7 +200,7 @@ def test_a_server_listens_on_all_addresses_unless_one_is_meant() -> None:
     everywhere = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
     assert kvserver._listening_addresses(["127.0.0.1", "127.0.0.2"]) == everywhere
     assert kvserver._listening_addresses(["no-such-host.invalid"]) == everywhere
-    server = HttpServer(["no-such-host.invalid"], [0], "job", b"us", lambda *_: True, max_keys=9)
+    server = HttpServer(["no-such-host.invalid"], [0], "job", ours, lambda *_: True, max_keys=9)
     assert client_of(server).get("job/a") is None
     server.close()
 

@@ -87,15 +87,15 @@ def test_a_runtime_directory_that_others_may_enter_is_told(host: Host) -> None:
 def test_a_runtime_directory_that_cannot_be_made_is_told(host: Host, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file is in the way")
     (problem,) = host.problems()
-    assert problem.startswith(f"the directory for the daemon's files, {host.root}, cannot be used: ")
-    assert problem.endswith("; set FUSION_RUNTIME_DIR to another one")
+    assert problem.startswith(f"the directory {host.root} cannot be made: ")
+    assert problem.endswith("; set FUSION_RUNTIME_DIR to a directory that this user may make")
 
 
 def test_a_full_disk_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_keywords: object) -> None:
+    def full(path: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(preflight, "open_private", full)
     (problem,) = host.problems()
     assert "cannot be used: No space left on device" in problem
 
