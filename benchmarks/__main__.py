@@ -3,11 +3,13 @@
     python -m benchmarks --list
     python -m benchmarks step allreduce
     python -m benchmarks step allreduce --quick
+    python -m benchmarks footprint --parameters 1e8,3e8
     python -m benchmarks --out /tmp/results
     python -m benchmarks allreduce --out /tmp/new --compare benchmarks/results
     python -m benchmarks --no-run --out /tmp/new --compare /tmp/old/allreduce.json
 
-Each suite is a command of its own (`python -m benchmarks.NAME --help`), and writes NAME.json. Its results replace
+Each suite is a command of its own (`python -m benchmarks.NAME --help`), and writes NAME.json. Options that are its own
+take the place of those that it is usually run with. Its results replace
 older ones of the same settings in its file. `--quick` shows within seconds that a suite runs; its measurements mean
 little, and are kept in build/benchmarks unless --out gives another folder.
 
@@ -44,11 +46,16 @@ def show_list() -> None:
     table.show()
 
 
-def run(name: str, quick: bool, folder: Path) -> str:
-    """Measures a suite; returns the outcome in a few words, which begin with "failed" if it has failed."""
+def run(name: str, quick: bool, folder: Path, own: Sequence[str] = ()) -> str:
+    """Measures a suite; returns the outcome in a few words, which begin with "failed" if it has failed.
+
+    Args:
+        own: options of the suite, in place of those that it is usually run with.
+    """
+    parts = SUITES[name].quick if quick else SUITES[name].full
     out = folder / f"{name}.json"
     left_out = 0
-    for part in SUITES[name].quick if quick else SUITES[name].full:
+    for part in (Part(tuple(own)),) if own else parts:
         if part.lab and (problem := preflight()):
             print(f"{name} {shlex.join(part.arguments)} is left out: {problem}", file=sys.stderr)
             left_out += 1
@@ -122,18 +129,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tolerance", type=float, default=compare.TOLERANCE, metavar="SHARE",
         help="by which anything may become worse (%(default)s)",
     )  # fmt: skip
-    options = parser.parse_args(argv)
+    options, own = parser.parse_known_args(argv)
     if options.list:
         show_list()
         return 0
     if options.no_run and options.compare is None:
         parser.error("--no-run needs --compare")
     names = shared.chosen(parser, "suite", options.suites, SUITES)
+    if own and (len(names) != 1 or options.no_run):
+        parser.error(f"{shlex.join(own)} is for one suite that is run, which has to be named")
     folder: Path = options.out or (QUICK if options.quick else results.RESULTS)
     try:
         # Loaded first: the new results may replace the old ones.
         old = load(options.compare, names) if options.compare else {}
-        status = 0 if options.no_run else measure(names, options.quick, folder)
+        status = 0 if options.no_run else measure(names, options.quick, folder, own)
         if options.compare:
             chosen = [name for name in old if (folder / f"{name}.json").exists()]
             status = max(status, judge(old, load(folder, chosen), options.tolerance))
@@ -143,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def measure(names: Sequence[str], quick: bool, folder: Path) -> int:
+def measure(names: Sequence[str], quick: bool, folder: Path, own: Sequence[str] = ()) -> int:
     """Runs suites one after the other; returns 1 if any has failed, or was asked for by name and is not there."""
     here = machine.describe()
     print(here.sentence(), file=sys.stderr)
@@ -161,7 +170,7 @@ def measure(names: Sequence[str], quick: bool, folder: Path) -> int:
             outcome = problem
             failed = failed or bool(names)
         else:
-            outcome = run(name, quick, folder)
+            outcome = run(name, quick, folder, own)
             failed = failed or outcome.startswith("failed")
         table.add(name, f"{time.monotonic() - began:.0f}", outcome)
     table.show()

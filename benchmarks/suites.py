@@ -105,7 +105,9 @@ SUITES = {
         (_part(""),), (_part("--elements 200000 --rounds 3 --threads 1 --dtypes float32"),),
     ),
     "footprint": Suite(
-        "what an idle daemon takes", 1, (_part("--seconds 20"),), (_part("--seconds 2"),)
+        "what an idle daemon takes, and large models with every codec and algorithm", 40,
+        (_part("--seconds 20"), _lab("--parameters 1e8")),
+        (_part("--seconds 2"), _lab("--parameters 4e6 --codecs topk --algorithms bsp --steps 3")),
     ),
     "sparse": Suite(
         "bytes that a host sends with top-k, on 2 to 8 hosts", 3,

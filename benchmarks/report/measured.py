@@ -281,9 +281,30 @@ def idle(found: All) -> str:
     from benchmarks import footprint
 
     table = Table(["an idle daemon", "CPU", footprint.OWN])
-    for record in records(found, "footprint"):
+    for record in (one for one in records(found, "footprint") if "ranks" in one.setting):
         share, own = (record.measure(name).samples[footprint.OURS][0] for name in (footprint.CPU, footprint.OWN))
         table.add(f"{record.setting['ranks']} ranks", f"{share:.3%} of a core", f"{own / 1e6:.0f} MB")
+    return table.markdown()
+
+
+def large_models(found: All) -> str:
+    """Makes the table of the memory of workers and daemons with large models."""
+    from benchmarks import footprint
+
+    table = Table(
+        ["algorithm", "codec", "parameters", "worker", "at most", "daemon", "at most", "longest callback", "a step"],
+        left=2,
+    )
+    for record in (one for one in records(found, "footprint") if "parameters" in one.setting):
+        of = {name: record.measure(name).samples[footprint.OURS][0] for name in footprint.MEASURES}
+        table.add(
+            str(record.setting["algorithm"]),
+            str(record.setting["codec"]),
+            f"{float(record.setting['parameters']) / 1e6:g} M",
+            *(f"{of[name]:.2f}" for name in ("worker", "worker, at most", "daemon", "daemon, at most")),
+            f"{of['longest callback'] * 1e3:.0f} ms",
+            f"{of['step']:.1f} s",
+        )
     return table.markdown()
 
 
@@ -431,6 +452,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "topk": selection,
     "kernels": kernels,
     "footprint": idle,
+    "large models": large_models,
     "sparse": sparse,
     "slow-network": slow_network,
     "bucket-sizes": bucket_sizes,

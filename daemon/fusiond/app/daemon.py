@@ -291,6 +291,6 @@ class Daemon:
             "workers": self._shell.workers.statistics(),
             "mesh": None if self._mesh is None else self._mesh.statistics(),
             "kernel_pool": self._shell.pool.statistics(),
-            "loop": self._loop.statistics(),
+            "loop": {**self._loop.statistics(), "longest": self._loop.longest},
             "metrics": "" if self._metrics is None else self._metrics.address,
         }

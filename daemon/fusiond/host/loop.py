@@ -14,8 +14,11 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 Callback = Callable[[], None]
+
+_LONG = 0.005  # seconds for a callback, in which a thousand others could run
 
 
 class Timer:
@@ -31,7 +34,11 @@ class Timer:
 
 
 class EventLoop:
-    """Runs callbacks for readable and writable descriptors, timers, and other threads' completions."""
+    """Runs callbacks for readable and writable descriptors, timers, and other threads' completions.
+
+    Attributes:
+        longest: the most time (s) that callbacks of each name have taken, of those that have taken some milliseconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -45,6 +52,7 @@ class EventLoop:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._turns = 0
+        self.longest: dict[str, float] = {}
         self.add_reader(self._wake, self._clear_wake)
 
     def add_reader(self, fd: int, callback: Callback) -> None:
@@ -106,18 +114,26 @@ class EventLoop:
         for fd, events in sorted(self._epoll.poll(self._seconds_to_wait())):
             reader = self._readers.get(fd)
             if reader is not None and events != select.EPOLLOUT:
-                reader()
+                self._call(reader)
             if events & select.EPOLLOUT and (writer := self._writers.get(fd)) is not None:
-                writer()
+                self._call(writer)
         while self._from_threads:
-            self._from_threads.popleft()()
+            self._call(self._from_threads.popleft())
         for _ in range(len(self._soon)):
-            self._soon.popleft()()
+            self._call(self._soon.popleft())
         now = self.clock()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if timer.callback is not None:
-                timer.callback()
+                self._call(timer.callback)
+
+    def _call(self, callback: Callback) -> None:
+        """Calls back, and notes how long that took if it was long: no heartbeat was sent meanwhile."""
+        began = self.clock()
+        callback()
+        if (took := self.clock() - began) > _LONG:
+            name = _name(callback)
+            self.longest[name] = max(took, self.longest.get(name, 0.0))
 
     def close(self) -> None:
         self._epoll.close()
@@ -125,7 +141,11 @@ class EventLoop:
 
     def statistics(self) -> dict[str, int]:
         """Returns the number of `turns` so far, of `descriptors` watched and of `timers` pending."""
-        return {"turns": self._turns, "descriptors": len(self._readers), "timers": len(self._timers)}
+        return {
+            "turns": self._turns,
+            "descriptors": len(self._readers),
+            "timers": len(self._timers),
+        }
 
     def _seconds_to_wait(self) -> float:
         if self._soon or self._from_threads or self._stopping:
@@ -143,3 +163,9 @@ class EventLoop:
             self._epoll.modify(fd, mask)
         except FileNotFoundError:
             self._epoll.register(fd, mask)
+
+
+def _name(callback: Callback) -> str:
+    """Returns the name of a callback's function, as it is in the source."""
+    function = callback.func if isinstance(callback, partial) else callback
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

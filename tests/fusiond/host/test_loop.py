@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -237,3 +238,19 @@ def test_a_removed_descriptor_is_forgotten(loop: EventLoop, pair: Pair) -> None:
     loop.call_soon(loop.stop)
     loop.run()
     assert loop.statistics()["descriptors"] == watched
+
+
+def test_callbacks_that_take_long_are_told_by_their_names(loop: EventLoop, clock: Clock) -> None:
+    def slow(seconds: float) -> None:
+        clock.now += seconds
+
+    def short() -> None:
+        clock.now += 0.001
+
+    for seconds in (0.25, 2.0, 0.5):
+        loop.call_soon(partial(slow, seconds))
+    loop.call_soon(short)
+    loop.turn()
+    ((name, seconds),) = loop.longest.items()
+    assert name.endswith(".<locals>.slow")
+    assert seconds == 2.0
