@@ -6,35 +6,33 @@ from collections.abc import Iterable
 
 import torch
 
+from fusion_rt.torch.ops.digests import digest
 from fusion_rt.torch.sync.slots import Slot
 
 
 class Weights:
-    """Copies of the parameters as the optimizer saw them last. A script may have set them since: by `load_state_dict`,
-    or through `p.data`, which has no version that would tell."""
+    """Digests of the parameters as the optimizer saw them last. A script may have set them since: by `load_state_dict`,
+    or through `p.data`, which has no version that would tell.
+
+    A digest of a parameter is the sum of its bits, which takes no longer than a copy. Rejected: copies, which are as
+    large as the model.
+    """
 
     def __init__(self) -> None:
-        self._slots: list[Slot] = []
-        self._copies: list[torch.Tensor] = []
+        self._noted: list[tuple[Slot, tuple[object, ...], torch.Tensor]] = []  # the kind of its values, and a digest
 
     def note(self, slots: Iterable[Slot]) -> None:
-        """Copies the parameters, which are as they should be."""
-        slots = list(slots)
-        values = [slot.parameter.detach() for slot in slots]
-        if slots and slots == self._slots and all(map(_alike, values, self._copies)):
-            torch._foreach_copy_(self._copies, values)
-        else:
-            self._slots, self._copies = slots, [value.clone() for value in values]
+        """Notes the parameters, which are as they should be."""
+        self._noted = [(slot, _kind(slot.parameter), digest(slot.parameter)) for slot in slots]
 
     def forget(self) -> None:
-        """Drops the copies: any values are right."""
-        self._slots, self._copies = [], []
+        """Forgets them: any values are right."""
+        self._noted = []
 
     def changed(self) -> str:
         """Returns the name of a parameter that is not what it was; empty if there is none."""
-        for slot, copy in zip(self._slots, self._copies, strict=True):
-            value = slot.parameter.detach()
-            if not (_alike(value, copy) and (torch.equal(value, copy) or _same_with_nan(value, copy))):
+        for slot, kind, noted in self._noted:
+            if kind != _kind(slot.parameter) or bool(noted != digest(slot.parameter)):
                 return slot.name
         return ""
 
@@ -52,9 +50,5 @@ def not_finite(slots: Iterable[Slot]) -> str:
     return ""
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-def _same_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def _kind(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.shape, parameter.dtype, parameter.device
