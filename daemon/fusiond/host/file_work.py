@@ -22,7 +22,6 @@ class FileWork:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._threads: set[threading.Thread] = set()
-        self._is_over = False
 
     def run(self, job: Job, then: Then) -> None:
         """Runs a job; when it has ended, `then` gets its exception, or None, in the loop."""
@@ -38,8 +37,7 @@ class FileWork:
                 self._threads.discard(thread)
                 then(failure)
 
-            if not self._is_over:
-                self._loop.call_from_thread(ended)
+            self._loop.call_from_thread(ended)
 
         thread = threading.Thread(target=work, name="files", daemon=True)
         self._threads.add(thread)
@@ -55,4 +53,3 @@ class FileWork:
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._is_over = True

@@ -11,6 +11,7 @@ import heapq
 import itertools
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -50,6 +51,8 @@ class EventLoop:
         self._soon: deque[Callback] = deque()
         self._from_threads: deque[Callback] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()
+        self._closed = False
         self._stopping = False
         self._turns = 0
         self.longest: dict[str, float] = {}
@@ -94,9 +97,12 @@ class EventLoop:
         self.call_later(seconds, again)
 
     def call_from_thread(self, callback: Callback) -> None:
-        """Runs a callback in the loop's thread; the one method that other threads may call."""
+        """Runs a callback in the loop's thread; the one method that other threads may call. A loop that is closed runs
+        it no more."""
         self._from_threads.append(callback)
-        os.eventfd_write(self._wake, 1)
+        with self._waking:  # the callback may run, and end the loop, before this: then the number is another file's
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """Makes `run` return after the callbacks that are due now."""
@@ -137,7 +143,9 @@ class EventLoop:
 
     def close(self) -> None:
         self._epoll.close()
-        os.close(self._wake)
+        with self._waking:
+            self._closed = True
+            os.close(self._wake)
 
     def statistics(self) -> dict[str, int]:
         """Returns the number of `turns` so far, of `descriptors` watched and of `timers` pending."""

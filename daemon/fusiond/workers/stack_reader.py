@@ -206,8 +206,7 @@ class StackReader:
 
         def read_lines() -> None:
             found = wire.Whereabouts(rank, source.pid, look.state, "", stack_text.with_sources(stack))
-            if not self._closed:
-                self._loop.call_from_thread(lambda: self._tell(source, found))
+            self._loop.call_from_thread(lambda: self._tell(source, found))
 
         try:
             threading.Thread(target=read_lines, name="source lines", daemon=True).start()

@@ -28,9 +28,6 @@ def ended(loop: EventLoop, files: FileWork) -> BaseException | None:
 
     files.run(lambda: None, then)
     loop.run()
-    for thread in threading.enumerate():
-        if thread.name == "files":  # it has told the loop, and may still be about to wake it
-            thread.join()
     (error,) = told
     return error
 

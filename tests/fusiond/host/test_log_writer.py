@@ -9,10 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from fusiond.host import log_writer
 from fusiond.host.log_writer import LogWriter
 
 LINES = 20_000
 TEXT = "x" * 1000
+PATIENCE_S = 60.0  # for a thread to get its turn
 
 
 @pytest.fixture
@@ -52,19 +54,24 @@ def test_a_reader_that_has_stopped_costs_lines_and_no_time_and_is_told_how_many(
     assert read_until(pipe[0], b"and on\n") == ["and on"]
 
 
-def test_flushing_waits_for_what_is_read_and_not_for_what_is_not(pipe: tuple[int, int]) -> None:
+def test_flushing_waits_for_what_is_read_and_not_for_what_is_not(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_writer, "_FLUSH_S", PATIENCE_S)
     writer = LogWriter(pipe[1])
     logger_of(writer).warning("%s", "short")
     writer.flush()
     os.set_blocking(pipe[0], False)
     assert os.read(pipe[0], 100) == b"short\n"
     logger_of(writer).warning("%s", TEXT * 200)  # more than a pipe holds
+    monkeypatch.setattr(log_writer, "_FLUSH_S", 0.01)
     writer.flush()
     os.set_blocking(pipe[0], True)
     read_until(pipe[0], b"x\n")
 
 
-def test_lines_that_cannot_be_written_are_counted_when_one_can_be_again() -> None:
+def test_lines_that_cannot_be_written_are_counted_when_one_can_be_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "_FLUSH_S", PATIENCE_S)
     full = os.open("/dev/full", os.O_WRONLY)
     reading, writing = os.pipe()
     writer = LogWriter(full)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -207,6 +209,37 @@ def test_nothing_from_other_threads_is_lost(loop: EventLoop) -> None:
     loop.run()
     thread.join(TIMEOUT_S)
     assert called == list(range(1000))
+
+
+def test_a_thread_that_comes_after_the_end_of_the_loop_writes_into_no_file_that_was_opened_since() -> None:
+    loop = EventLoop()
+    loop.close()
+    since = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(4)]  # they get the numbers of those that were closed
+    thread = threading.Thread(target=lambda: loop.call_from_thread(lambda: pytest.fail("called")))
+    thread.start()
+    thread.join(TIMEOUT_S)
+    written, _, _ = select.select(since, [], [], 0)
+    for fd in since:
+        os.close(fd)
+    assert not written
+
+
+def test_a_loop_is_closed_after_a_thread_has_woken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop runs a callback, and may be closed after it, before the thread that gave it has written."""
+    loop, still_open = EventLoop(), list[bool]()
+    closing, write = threading.Thread(target=loop.close), os.eventfd_write
+
+    def late(fd: int, value: int) -> None:
+        closing.start()
+        closing.join(0.05)
+        still_open.append(os.path.exists(f"/proc/self/fd/{fd}"))
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    with contextlib.suppress(OSError):  # a bad descriptor
+        loop.call_from_thread(loop.stop)
+    closing.join(TIMEOUT_S)
+    assert still_open == [True]
 
 
 def test_an_exception_ends_the_loop(loop: EventLoop) -> None:
