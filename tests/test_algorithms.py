@@ -76,6 +76,7 @@ def test_periods_and_who_overlaps() -> None:
     assert {name for name in ALGORITHMS if parse(name).overlaps} == {
         "easgd", "ea_wild", "dpsgd", "adpsgd", "sgp", "choco", "decoupled",
     }  # fmt: skip
+    assert {parse(name).lag for name in ALGORITHMS if parse(name).overlaps} == {1}, "an answer is used one step later"
 
 
 @pytest.mark.parametrize("text", ["diloco(steps=10, fragments=4)", "decoupled(steps=7, fragments=7)", "easgd(steps=3)"])

@@ -72,6 +72,15 @@ def test_gaussiank_sends_where_all_thresholds_that_it_tries_are_too_high() -> No
     assert codec.residual_norm() < 1e-2
 
 
+def test_gaussiank_halves_a_threshold_that_fewer_than_two_thirds_reach() -> None:
+    """40 of the 100 that are asked for reach the first threshold, 1.02, and 80 its half."""
+    codec = opened("gaussiank(density=0.1, minimum=0)", Layout(DTYPES["float32"], 1000))
+    values = np.concatenate([[3.0, -3.0] * 20, [0.8, -0.8] * 20, [1e-3, -1e-3] * 460]).astype(np.float32)
+    np.random.default_rng(3).shuffle(values)
+    selected = codec.accumulate_and_select(values)
+    assert selected.indices.tolist() == np.flatnonzero(np.abs(values) > 0.5).tolist()
+
+
 def test_thresholdk_keeps_near_k_between_exact_steps() -> None:
     codec = opened("thresholdk(density=0.01, every=10)")
     rng = np.random.default_rng(2)

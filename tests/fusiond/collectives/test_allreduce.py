@@ -117,6 +117,14 @@ def test_an_average_of_finite_halves_is_finite(
     np.testing.assert_allclose(found, expected, rtol=0, atol=(nodes + 1) * rounding * largest)
 
 
+@between_nodes
+def test_a_codec_is_told_how_many_bytes_an_exchange_has_sent(kind: Callable[..., Exchange], nodes: int) -> None:
+    work = AllReduce(kind, parts_of(nodes, 97, "sum", "float32"), codec="fp16", chunk_bytes=1 << 20)
+    work.run()
+    opened = [exchange._codec for exchange in work.group.exchanges]  # type: ignore[attr-defined]
+    assert [codec.statistics()["packed_nbytes"] for codec in opened] == work.group.sent_bytes
+
+
 @pytest.mark.parametrize("order", [(0, 2, 1), (0, 2, 1, 3), (3, 1, 0, 2), (4, 0, 2, 5, 1, 3)])
 @pytest.mark.parametrize("codec", ["dense", "fp16"])
 def test_a_ring_in_any_order_gives_the_same_sum_and_speaks_to_neighbours_only(order: Sequence[int], codec: str) -> None:

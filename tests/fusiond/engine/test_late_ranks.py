@@ -89,6 +89,18 @@ def test_what_waits_for_a_late_rank_is_bounded(
     job.nothing_is_left()
 
 
+def test_a_single_peer_of_a_late_rank_uses_all_that_may_wait() -> None:
+    job = SimulatedJob([1, 1])
+    for ranks in (job.ranks, [0]):  # agreed upon, and then begun by the first rank alone
+        for number in range(10):
+            for rank in ranks:
+                signature = wire.Signature("allreduce", "float32", (5,))
+                job.submit(rank, f"x{number}", signature, values_of(rank, number, 5), clock=len(ranks))
+        job.settle()
+    early = job.nodes[0].engine._exchanges.executor.early.statistics()
+    assert early == {"early_bytes": CREDIT, "held": 10 - CREDIT // early_credit.LEAST_CHARGE}
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_that_begin_operations_in_different_orders_do_not_wait_for_each_other(seed: int) -> None:
     job = SimulatedJob([1, 1, 1, 1], seed)

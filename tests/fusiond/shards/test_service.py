@@ -424,6 +424,17 @@ def test_what_has_been_given_up_lets_go_of_the_arena_and_stays_given_up(seeded: 
     assert workers.job.error(0, workers._handles[0][0]) == first
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "whose"), [("bsp", ""), ("dpsgd(topology='ring')", " with rank 0")], ids=["shards", "replicas"]
+)
+def test_whoever_asks_is_told_what_waits_at_which_home(algorithm: str, whose: str) -> None:
+    workers = Workers([1, 1, 1], algorithm, START, RATE)
+    workers.post(0, gradient(0, 0))
+    told = homes_of(workers, 0).waits.under_way()
+    place = f"bucket 0 of 'opt' at its home{whose}"
+    assert [(each.submitted, each.awaits) for each in told if each.what == place] == [((0,), ()), ((), (1, 2))]
+
+
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
