@@ -12,6 +12,8 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.torch.core import device
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NullRecorder
 from tests.harness import on_ranks
 from tests.torch.training import (
     assert_equal_on_all_ranks,
@@ -467,3 +469,36 @@ def test_a_join_with_sparse_gradients_says_what_to_do() -> None:
                 rows(torch.tensor([1, 2])).sum().backward()
             optimizer.zero_grad()
     hvd.join()
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+@on_ranks
+def test_each_bucket_is_recorded_once_a_step_when_its_last_gradient_has_come() -> None:
+    """`fusion-trace` measures from there on. Rows of sparse gradients travel otherwise, and have no such moment."""
+
+    class Noted(NullRecorder):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, str]] = []
+
+        def record(self, kind: int, name: str, *others: int) -> None:  # type: ignore[override]
+            self.seen.append((kind, name))
+
+    rows, model = torch.nn.Embedding(10, 3, sparse=True), make_model()
+    parameters = [*rows.named_parameters("rows"), *model.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in parameters], lr=0.1), parameters, groups=2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (rows(torch.tensor([hvd.rank()])).sum() + loss_of(model, my_batch(0))).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    step()
+    noted, buckets = Noted(), optimizer._sync.plan.buckets
+    for bucket in buckets:
+        bucket._trace = noted
+    step()
+    dense = [bucket._label for bucket in buckets if bucket.rows is None]
+    assert len(dense) == 2 < len(buckets)
+    assert sorted(name for kind, name in noted.seen if kind == Kind.FULL) == sorted(dense)

@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.codecs import CODECS
 from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.torch.sync.carried import Carried
 from tests.harness import Job, on_ranks
 
 SHAPE = 40, 100
@@ -137,6 +139,26 @@ def test_each_backward_pass_has_the_scale_of_its_own_loss() -> None:
                 its.step(optimizer)
                 its.update()
             assert torch.equal(parameter, expected)
+
+
+@on_ranks
+def test_what_workers_carry_goes_along_with_their_next_gradients() -> None:
+    """In a new membership epoch, where no daemon has kept anything by buckets. Nothing is left of a parameter that has
+    another size now."""
+    shapes = {"weight": (300,), "changed": (200,)}
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters.values(), lr=1.0), parameters.items(), compression="topk(density=1.0, minimum=0)",
+        op=hvd.Sum,
+    )  # fmt: skip
+    owed = {"weight": np.full(300, 1.0 + hvd.rank(), np.float32), "changed": np.ones(100, np.float32)}
+    optimizer._sync.checkpoint.settle(Carried(), Carried(residuals=owed), hvd.local_rank() == 0)
+    for step in range(2):  # once, and not again
+        optimizer.zero_grad()
+        sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        assert set(parameters["weight"].tolist()) == {-9.0 - 3 * step}
+        assert set(parameters["changed"].tolist()) == {-3.0 - 3 * step}
 
 
 @on_ranks
