@@ -25,6 +25,9 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.core import mixing
+from fusion_rt.torch.core import recording
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NullRecorder
 from tests import forks
 from tests.faults.nemesis import wait_for_state
 from tests.harness import Job, on_ranks
@@ -946,3 +949,32 @@ def test_the_launcher_refuses_an_algorithm_before_anything_starts(runtime_dir: P
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == f"fusionrun: error: --algorithm: {sentence}"
     assert list(runtime_dir.iterdir()) == []
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd(steps=2)", "asp"])
+@on_ranks
+def test_each_backward_pass_is_recorded_by_its_gradients_where_no_module_shows_it(algorithm: str) -> None:
+    class Noted(NullRecorder):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, int]] = []
+
+        def record(self, kind: int, name: str = "", value: int = 0, clock: int = 0, *others: int) -> None:  # type: ignore[override]
+            if kind in (Kind.BACKWARD_BEGIN, Kind.BACKWARD_END):
+                self.seen.append((kind, clock))
+
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), algorithm=algorithm)
+    noted = optimizer._sync.steps.trace = Noted()
+    try:
+        for _ in range(3):
+            for _ in range(2):  # of which the gradients are added up
+                sum(parameter.sum() for parameter in parameters).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        recording.forget(noted)
+    passes = [(Kind.BACKWARD_BEGIN, Kind.BACKWARD_END)] * 2
+    assert noted.seen == [(kind, step) for step in range(3) for each in passes for kind in each]
