@@ -29,6 +29,7 @@ def test_alone_runs_them_in_order_in_the_calling_thread() -> None:
     ran: list[tuple[int, str]] = []
     ALONE.run([lambda i=i: ran.append((i, threading.current_thread().name)) for i in range(3)])  # type: ignore[misc]
     assert ran == [(i, threading.current_thread().name) for i in range(3)]
+    assert ALONE.threads == 1
 
 
 def test_a_call_ends_though_the_helpers_are_busy_with_the_call_that_made_it() -> None:

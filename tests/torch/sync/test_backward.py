@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_rt.torch as hvd
 from fusion_rt.torch.core import basics
+from fusion_rt.torch.sync.when import Outcome
 from tests.harness import Job, on_ranks
 from tests.torch.training import (
     MakeOptimizer,
@@ -576,3 +577,25 @@ def test_a_failed_pass_of_several_is_left_out() -> None:
         loss_of(model, my_batch(step)).backward()
         optimizer.step()
         assert_equal_on_all_ranks(model)
+
+
+# --- after a loss -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks
+def test_a_rank_that_hears_of_the_others_results_goes_on_with_them_to_the_next_pass() -> None:
+    """It has no results itself: a process that died has made them unknown to it. A further backward pass before
+    `step()` is the second for all ranks."""
+    model = make_model()
+    optimizer = distributed(model)
+    train(model, optimizer, range(1))
+    loss_of(model, my_batch(1)).backward()
+    if hvd.rank() == 0:
+        optimizer._sync.when.note_known(Outcome.REFUSED)
+        for parameter in model.parameters():
+            assert parameter.grad.isinf().all()
+            assert not parameter.grad.requires_grad
+            parameter.grad = None
+    loss_of(model, my_batch(2)).backward()
+    assert optimizer._sync.when.reduced == 2
+    optimizer.step()

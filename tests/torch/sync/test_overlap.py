@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import fusion_rt.torch as hvd
 from fusion_rt.torch.core import basics, watching
 from fusion_rt.torch.core.process_sets import takes_part
+from fusion_rt.torch.sync.exchanges import exchanges
 from tests.harness import Job, on_ranks
 from tests.torch.core.test_device import fake_gpu, gpu
 from tests.torch.training import (
@@ -836,3 +837,35 @@ def test_a_set_of_one_rank_has_the_same_methods_and_nothing_is_late() -> None:
             assert torch.equal(parameter, expected)
     for process_set in sets:
         hvd.remove_process_set(process_set)
+
+
+@on_ranks
+def test_the_exchange_of_an_update_that_waits_has_ended_when_that_is_applied() -> None:
+    model = make_model()
+    optimizer = distributed(model, "forward")
+    train(model, optimizer, range(2))
+    when = optimizer._sync.when
+    assert when.waits
+    under_way, exchanges.last = when._under_way, ()
+    assert not under_way.is_done
+    optimizer.synchronize_parameters()
+    assert under_way.is_done
+    assert exchanges.last == (when,)
+    assert when._under_way is None
+
+
+@on_ranks
+def test_a_step_that_is_left_out_has_ended_on_all_ranks_and_leaves_no_gradient() -> None:
+    model = make_model()
+    optimizer = distributed(model, "forward")
+    train(model, optimizer, range(2))
+    optimizer.synchronize_parameters()
+    before, sync = bits(model), optimizer._sync
+    sync.begin()
+    sync.when._leave_out(exchanges.begin([sync.when]))
+    assert sync.idle
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_bitwise(model, before)
+    train(model, optimizer, range(2, 3))
+    optimizer.synchronize_parameters()
+    assert_equal_on_all_ranks(model)

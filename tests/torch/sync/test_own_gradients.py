@@ -441,3 +441,21 @@ def test_shards_are_not_told_how_ranks_compute_a_step() -> None:
     (told,) = optimizer_spec(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], eps=1e-5, **how)).groups
     assert json.loads(told).keys().isdisjoint({"foreach", "fused", "lr", *how})
     assert json.loads(told)["eps"] == 1e-5
+
+
+@on_ranks
+def test_a_rank_knows_how_many_of_its_contributions_shards_have_answered() -> None:
+    """By that it tells, after a loss, which steps shards that outlive it have taken."""
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters(), algorithm="bsp")
+    when = optimizer._sync.when
+    assert when.shard_clock() is None, "these shards outlive nothing"
+    optimizer._sync.checkpoint.outlives = True
+    for steps in range(3):
+        clock = when.shard_clock()
+        assert clock.clock == steps
+        assert clock.in_step
+        assert clock.plan == (optimizer._sync.plan.agreed.id if steps else 0)
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), steps)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()

@@ -162,6 +162,20 @@ def test_what_workers_carry_goes_along_with_their_next_gradients() -> None:
 
 
 @on_ranks
+def test_what_a_codec_remembers_is_meant_for_the_rates_from_when_it_is_used() -> None:
+    """A tuner that has begun without a codec takes one, and then another."""
+    parameter, optimizer = make("dense")
+    train(parameter, optimizer, [1.0])
+    checkpoint = optimizer._sync.checkpoint
+    assert not checkpoint.units.meant.rates
+    checkpoint.use("topk(minimum=0)")
+    assert checkpoint.units.meant.rates == {"weight": 0.125}
+    optimizer.param_groups[0]["lr"] = 0.0625
+    checkpoint.use("randomk(minimum=0)")  # what is remembered by the first one was meant for the rate of then
+    assert checkpoint.units.factors(optimizer._sync.slots) == (2.0,)
+
+
+@on_ranks
 def test_ranks_of_a_node_whose_losses_are_scaled_differently_are_told_so() -> None:
     parameter, optimizer = make("topk(minimum=0)")
     train(parameter, optimizer, [1.0])

@@ -1,0 +1,92 @@
+"""What single parts of the synchroniser decide, without a job: who leads after a join, what is exchanged together after
+a backward pass, in which group a shard is, and which order of buckets outlives a membership."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fusion_rt import wire
+from fusion_rt.torch.sync import active_plan, backward, parameters
+from fusion_rt.torch.sync.parameters import TrainedShards
+from fusion_rt.torch.sync.when import When
+from fusiond.control.planning import make_plan
+
+
+def test_whoever_leads_after_a_join_leads_on_as_long_as_it_has_missed_nothing() -> None:
+    """`leader` is what optimizers go on from, so that it has to be the same on all ranks, and one that was not behind
+    in the exchanges before either."""
+    when: Any = When(SimpleNamespace(serial=0), passes=1)
+    when.note_missed({0: 3, 1: 3}, mine=0)
+    assert (when.leader, when.behind) == (None, False)
+    when.note_missed({0: 2, 1: 3, 2: 3}, mine=0)
+    assert (when.leader, when.behind) == (1, True)
+    when.note_missed({0: 5, 1: 5, 2: 4}, mine=0)
+    assert (when.leader, when.behind) == (1, True), "rank 0 has missed one before"
+    when.note_missed({0: 5, 1: 4, 2: 5}, mine=0)
+    assert when.leader == 0
+    when.settled()
+    assert (when.leader, when.behind) == (None, False)
+
+
+class Participant:
+    """An optimizer whose gradients a backward pass has computed."""
+
+    eager = False
+
+    def __init__(self, serial: int, delays: bool, log: list[str]) -> None:
+        self.serial, self.delays, self._log = serial, delays, log
+
+    def backward_returns(self) -> None:
+        self._log.append(f"{self.serial} returns")
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_gradients_of_several_optimizers_are_one_exchange_unless_one_is_applied_later(
+    delays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss it is left out, or not, for all of them. One whose update is applied later has an exchange of its
+    own, which `step()` begins."""
+    log: list[str] = []
+
+    def run(parts: Sequence[Any], exchange: Callable[[], object]) -> None:
+        log.append("exchange of " + ", ".join(str(part.serial) for part in parts))
+        exchange()
+
+    monkeypatch.setattr(backward.exchanges, "run", run)
+    due: list[Any] = [Participant(2, delays, log), Participant(1, False, log)]
+    backward._return_all(due)
+    assert log == [*([] if delays else ["exchange of 1, 2"]), "1 returns", "2 returns"]
+
+
+def test_a_shard_of_a_parameter_is_in_the_group_of_that_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "takes_part", lambda process_set: True)
+    whole = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    shards = [torch.zeros(2) for _ in whole]
+    for parameter, shard in zip(whole, shards, strict=True):
+        parameter._local_tensor = shard  # type: ignore[attr-defined]  # as a `DTensor` has it
+    optimizer = torch.optim.SGD([{"params": whole[:1]}, {"params": whole[1:]}], lr=0.1)
+    optimizer._parameter_names = {}  # type: ignore[attr-defined]
+    trained = TrainedShards(weakref.ref(optimizer), {}, None)  # type: ignore[arg-type]
+    assert parameters.are_shards(optimizer)
+    assert [trained.group_of(shard) for shard in shards] == [0, 1, 1]
+    assert not parameters.are_shards(torch.optim.SGD(shards, lr=0.1))
+
+
+def test_gradients_of_another_membership_are_wanted_in_the_order_of_the_last_plan() -> None:
+    """Unless it is not known, or some gradients are sparse, which are looked at again."""
+    tensors = tuple(wire.TensorSpec(name, "float32", (30,)) for name in "cab")
+    plan = make_plan(1, wire.Proposal("optimizer.1", 0, 0, wire.Reduction(), tensors), 128, {0: 1.0})
+    assert len(plan.buckets) > 1
+    assert active_plan._order_of(plan) == ("c", "a", "b")
+    assert active_plan._order_of(None) == ()
+    sparse = make_plan(
+        1, wire.Proposal("optimizer.1", 0, 0, wire.Reduction(),
+                         (*tensors, wire.TensorSpec("d", "float32", (9, 3), sparse=1))), 128, {0: 1.0},
+    )  # fmt: skip
+    assert active_plan._order_of(sparse) == ()
