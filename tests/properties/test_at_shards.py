@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, object], Callable[[list[torch.Tensor]], to
     "Adam": ({"betas": [0.8, 0.9]}, lambda p: torch.optim.Adam(p, RATE, (0.8, 0.9))),
     "AdamW": ({"weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.1)),
 }
+if hasattr(torch.optim, "Adafactor"):  # since torch 2.5
+    OPTIMIZERS["Adafactor"] = {"weight_decay": 0.1}, lambda p: torch.optim.Adafactor(p, RATE, weight_decay=0.1)
 
 
 def start(ranks: int, dtype: type = np.float64) -> Array:
@@ -113,18 +115,21 @@ def test_shards_take_the_steps_of_torch_at_rates_that_fall_a_hundredfold(number:
     text, run = list(rules(ranks, order, begun, gradient, 1.0).items())[number]
     spec = wire.OptimizerSpec("SGD" if "SGD" in optimizer else optimizer, (json.dumps(arguments),))
     workers = Workers(layout, text, begun, RATE, spec)
-    x = torch.nn.Parameter(torch.tensor(begun))
-    torch_optimizer = make([x])
+    tensors = [workers.span_of(name) for name in workers.sizes]
+    parameters = [torch.nn.Parameter(torch.tensor(begun[of])) for of in tensors]
+    torch_optimizer = make(parameters)
     updates = [before - after for before, after in zip([begun, *run.homes], run.homes, strict=False)]
     taken, last = 0, begun
     for home in homes_of(workers, run.taken, gradient):
         if (home != last).any():
             torch_optimizer.param_groups[0]["lr"] = workers.rate
-            x.grad = torch.tensor(updates[taken])
+            for parameter, of in zip(parameters, tensors, strict=True):
+                parameter.grad = torch.tensor(updates[taken][of])
             torch_optimizer.step()
             taken, last = taken + 1, home
             where = f"{text} with {optimizer}, {layout}, update {taken}"
-            np.testing.assert_allclose(home, x.detach().numpy(), rtol=1e-9, atol=1e-11, err_msg=where)
+            expected = torch.cat([parameter.detach() for parameter in parameters]).numpy()
+            np.testing.assert_allclose(home, expected, rtol=1e-9, atol=1e-11, err_msg=where)
             workers.rate = RATE * 0.01 ** (taken / len(run.homes))
     assert taken == len(run.homes) > 2
 

@@ -218,6 +218,48 @@ def test_a_scaled_loss_gives_the_same_and_an_overflow_is_dropped() -> None:
             torch.testing.assert_close(one.grad, other.grad)
 
 
+def test_a_scaler_whose_scale_changes_gives_the_same() -> None:
+    """It doubles every other step, and halves in the fifth, which overflows."""
+    plain, scaled = mlp(), mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    kfac_plain, kfac_scaled = KFAC(plain), KFAC(scaled, loss_scale=scaler.get_scale)
+    made = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, scaled)]
+    scales = []
+    for step in range(8):
+        inputs, labels = batch(step)
+        for optimizer in made:
+            optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(scaled(inputs), labels)
+        scaler.scale(loss * (torch.inf if step == 4 else 1.0)).backward()
+        scaler.unscale_(made[1])
+        kfac_scaled.step()
+        scaler.step(made[1])
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if step == 4:
+            continue
+        torch.nn.functional.cross_entropy(plain(inputs), labels).backward()
+        kfac_plain.step()
+        made[0].step()
+    assert scales == [256.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0, 1024.0]
+    for one, other in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_scale_that_is_not_told_counts_squared() -> None:
+    plain, divided = mlp(), mlp()
+    kfac_plain, kfac_divided = KFAC(plain), KFAC(divided)
+    inputs, labels = batch(0)
+    torch.nn.functional.cross_entropy(plain(inputs), labels).backward()
+    (torch.nn.functional.cross_entropy(divided(inputs), labels) / 4).backward()
+    for kfac in (kfac_plain, kfac_divided):
+        kfac.step()
+    told, untold = (kfac.state_dict()["layers"] for kfac in (kfac_plain, kfac_divided))
+    for name in told:
+        torch.testing.assert_close(untold[name]["g"] * 16, told[name]["g"])
+        torch.testing.assert_close(untold[name]["a"], told[name]["a"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_factors_in_single(dtype: torch.dtype) -> None:
     model, reference = mlp().to(dtype), mlp()
