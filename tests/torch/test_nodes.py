@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt.codecs import CODECS
 from tests.harness import Job, on_ranks
 from tests.torch.ops.test_broadcast import test_broadcast_from_every_root  # noqa: F401
 from tests.torch.ops.test_gather import test_allgather_of_different_numbers_of_rows  # noqa: F401
@@ -74,6 +75,37 @@ def test_an_average_of_finite_halves_is_finite_on_every_route() -> None:
                 (parameter * tensor).sum().backward()
             for mean in (hvd.allreduce(tensor), hvd.grouped_allreduce([tensor])[0], rows[0], parameter.grad):
                 torch.testing.assert_close(mean, tensor, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, codec in CODECS.items() if codec.stateful))
+@on_ranks
+def test_an_average_of_finite_halves_is_finite_with_a_codec_that_remembers(name: str) -> None:
+    """Three ranks of a node add up 180,000 before a codec has it, where float16 ends at 65,504."""
+    values = torch.full((40, 100), 60000.0, dtype=torch.float16)
+    text = f"{name}(minimum=0, density=1.0)" if hasattr(CODECS[name], "density") else f"{name}(minimum=0)"
+    parameter = torch.nn.Parameter(torch.zeros_like(values))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression=text)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parameter * values).sum().backward()
+        for mean in (parameter.grad, hvd.allreduce(values, compression=text)):
+            assert mean.isfinite().all()
+            if name != "int2":  # which has powers of two only
+                torch.testing.assert_close(mean, values, rtol=0.05, atol=0)
+
+
+@on_ranks
+def test_a_sum_of_halves_is_rounded_once_in_a_node_and_again_between_nodes() -> None:
+    """So the numbers of one node may leave the range of float16 on their way, and those of several may not."""
+    for numel in (4, 40_000):
+        for mine, expected in (
+            ((60000.0, 60000.0, -60000.0, 0.0), 60000.0),  # the first three are one node's
+            ((60000.0, 60000.0, 0.0, -60000.0), float("inf")),
+            ((2048.0, 1.0, 1.0, 0.0), 2050.0),
+            ((2048.0, 1.0, 0.0, 1.0), 2048.0),  # 2,049 is no float16
+        ):
+            values = torch.full((numel,), mine[hvd.rank()], dtype=torch.float16)
+            assert hvd.allreduce(values, op=hvd.Sum).tolist() == [expected] * numel
 
 
 @on_ranks

@@ -247,7 +247,7 @@ class Plans:
             BucketState(
                 bucket,
                 str(bucket.index),
-                reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks)),
+                reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks), len(members.local)),
                 codec_state.open_bucket(chosen_codec, layout_of(bucket), len(members.nodes), self._team),
                 tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
             )

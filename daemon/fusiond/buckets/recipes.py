@@ -183,7 +183,7 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
     return Recipe(
         signature,
         members,
-        reducer_of(signature, dtype, len(members.set.ranks)),
+        reducer_of(signature, dtype, len(members.set.ranks), len(members.local)),
         codec,
         codecs.Layout(dtype, elements, spans),
         parts,
@@ -260,10 +260,17 @@ def check_scales(how: wire.Reduction | wire.Signature) -> None:
         raise RequestError(f"the scale factors {how.prescale:g} and {how.postscale:g} have to be finite")
 
 
-def reducer_of(how: wire.Reduction | wire.Signature, dtype: DType, ranks: int) -> Reducer:
-    """Returns the kernel's parameters: an average is a sum that is divided, before or afterwards."""
+def reducer_of(how: wire.Reduction | wire.Signature, dtype: DType, ranks: int, local: int) -> Reducer:
+    """Returns the kernel's parameters: an average is a sum that is divided, before or afterwards.
+
+    Args:
+        ranks: how many are combined.
+        local: how many of them are this node's.
+    """
     prescale, divisor = averages.scaling(how, dtype, ranks)
-    return Reducer("sum" if how.op == "average" else how.op, dtype, prescale, how.postscale, divisor)
+    room = averages.headroom(how, dtype, local)
+    op = "sum" if how.op == "average" else how.op
+    return Reducer(op, dtype, prescale / room, how.postscale * room, divisor, room)
 
 
 def collective_exchange(

@@ -99,7 +99,8 @@ class Exchange(ABC):
 
 @dataclass(frozen=True)
 class Reducer:
-    """A way to combine elements. `divisor` is the number of ranks when they are averaged, else 1.
+    """A way to combine elements. `divisor` is the number of ranks when they are averaged, else 1. `headroom` is by what
+    `prescale` is too small, and `postscale` too large, so that a node's sum is in range (`codecs.averages`).
 
     A sum of integers wraps around, as torch's does. An average of integers is that of their sum in int64, truncated
     toward zero; so partial results of narrower integers are int64 (`partial`).
@@ -110,6 +111,7 @@ class Reducer:
     prescale: float = 1.0
     postscale: float = 1.0
     divisor: int = 1
+    headroom: float = 1.0
 
     @cached_property
     def widens(self) -> bool:

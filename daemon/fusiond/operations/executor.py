@@ -167,7 +167,6 @@ class Executor:
         elements, settings = codec.layout.elements, self._settings
         local = local_parts(operation) or [nothing(reducer, elements)]
         outputs, operation.shared = outputs_of(local)
-        weight = reducer.postscale / reducer.divisor
         if not operation.parts:  # nothing, scaled, would not be nothing in a product
             reducer = replace(reducer, prescale=1.0)
         elif any([part.share for part in local]):
@@ -176,7 +175,7 @@ class Executor:
         sources = [part.values for part in local]
         if not operation.is_here:
             reducer, sources, outputs = self._staged(operation, reducer, sources, outputs)
-        first = None if codec.lossless else self._prepare_codec(operation, codec, weight)
+        first = None if codec.lossless else self._prepare_codec(operation, codec, reducer)
         route = operation.tuning.exchange or settings.dense_route
         port = self._open(operation)
         work = Work(
@@ -206,7 +205,7 @@ class Executor:
                 parts.reads.clear()
         return [found], [found.values] if found.asks_for_part else outputs
 
-    def _prepare_codec(self, operation: Operation, codec: BucketCodec, weight: float) -> Job | None:
+    def _prepare_codec(self, operation: Operation, codec: BucketCodec, reducer: Reducer) -> Job | None:
         """Has a codec that does something recorded, and tells it the units of this step. Returns a job that scales its
         residual, if workers ask for that.
 
@@ -214,7 +213,8 @@ class Executor:
             RequestError: the local members' gradients are multiplied by different loss scales.
         """
         record_codec(codec, self._trace, operation.about)
-        codec.loss_scale, codec.weight = loss_scale(operation.parts), weight
+        codec.loss_scale = loss_scale(operation.parts) / reducer.headroom
+        codec.weight = reducer.postscale / reducer.headroom / reducer.divisor
         factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
         return partial(codec.scale_residual, factors) if factors else None
 

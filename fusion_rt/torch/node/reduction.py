@@ -33,7 +33,7 @@ import torch
 
 from fusion_rt import algorithms, wire
 from fusion_rt.codecs import averages
-from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
@@ -176,6 +176,10 @@ class NodeReduction:
                 torch._foreach_zero_(found.gaps)
         return found
 
+    def headroom(self, dtype: DType) -> float:
+        """Returns by what the node's sum is smaller than it should be; see `codecs.averages`."""
+        return averages.headroom(self._plan.reduction, dtype, len(self._ranks))
+
     def fill_with_nothing(self, staging: Staging) -> None:
         """Fills the staging with the neutral value, which changes no result."""
         value = _NEUTRAL[self._op]
@@ -197,7 +201,8 @@ class NodeReduction:
             combining.why = self._ledger.read().broken
             return combining
         ranks = len(self._here.client.process_sets[self._plan.process_set].ranks)
-        prescale, _ = averages.scaling(self._plan.reduction, DTYPES[DTYPE_NAMES[staging.dtype]], ranks)
+        how, dtype = self._plan.reduction, DTYPES[DTYPE_NAMES[staging.dtype]]
+        prescale = averages.scaling(how, dtype, ranks)[0] / self.headroom(dtype)
         if prescale != 1.0:  # before the sum: its purpose is that the sum be in range
             staging.values.mul_(prescale)
 

@@ -20,6 +20,7 @@ from fusion_rt import algorithms, codecs, wire
 from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray, is_selected_from
+from fusion_rt.core.dtypes import DType
 from fusion_rt.host.arena import Segment
 from fusion_rt.torch.core import device
 from fusion_rt.torch.node.reduction import NodeReduction
@@ -36,11 +37,19 @@ class BucketSelector:
         memory: its residual, and what selects from it.
         starts: the first element of each of its parameters.
         prescale: gradients are multiplied by it.
+        headroom: the sum of the node's ranks is divided by it; see `codecs.averages`.
     """
 
-    def __init__(self, selections: Selections, memory: BucketSelection, starts: Sequence[int], prescale: float) -> None:
+    def __init__(
+        self,
+        selections: Selections,
+        memory: BucketSelection,
+        starts: Sequence[int],
+        prescale: float,
+        headroom: float,
+    ) -> None:
         self._selections, self._memory = selections, memory
-        self._starts, self._prescale = starts, prescale
+        self._starts, self._prescale, self._headroom = starts, prescale, headroom
         self._gradient: torch.Tensor | None = None  # all of them, on the device
         self._places: list[torch.Tensor] = []
         self._now: wire.Ready | None = None  # what is said of what has been selected
@@ -72,13 +81,16 @@ class BucketSelector:
         add_owed(self._gradient)
         if self._prescale != 1.0:
             self._gradient.mul_(self._prescale)
-        return self.follow(self._gradient, terms)
+        return self._queue(self._gradient, terms, terms.loss_scale)
 
     def follow(self, values: torch.Tensor, terms: wire.Ready) -> device.Copying:
-        """Queues a step with these values (1-D), which have been scaled."""
+        """Queues a step with the sum of the node's ranks (1-D), which have scaled it."""
+        return self._queue(values, terms, terms.loss_scale / self._headroom)
+
+    def _queue(self, values: torch.Tensor, terms: wire.Ready, loss_scale: float) -> device.Copying:
         self._now = replace(terms, tray=self._memory.offset)
         with torch.no_grad():
-            self._memory.start(values, self._now.rescale, self._now.loss_scale)
+            self._memory.start(values, terms.rescale, loss_scale)
         return self._memory
 
     def terms(self) -> wire.Ready | None:
@@ -130,6 +142,7 @@ class Selections:
         self._chosen: dict[int, _Chosen] = {}
         self._plan: wire.Plan | None = None
         self._nodes, self._weight = 1, 1.0
+        self._headroom: Callable[[DType], float] = lambda dtype: 1.0
         self.buckets: dict[int, BucketSelection] = {}
         self.here = self.led = False
 
@@ -149,6 +162,8 @@ class Selections:
         nodes, nbytes = place.nodes(), plan.nbytes
         codec, reduction = codecs.parse(plan.reduction.codec), plan.reduction
         self._nodes, self._weight = len(nodes), reduction.weight(sum(map(len, nodes.values())))
+        if node is not None:
+            self._headroom = node.headroom
         if (
             not (self._allowed and codec.selects_in_workers)
             or not algorithms.parse(reduction.algorithm).sums_gradients
@@ -189,7 +204,8 @@ class Selections:
         memory = self.buckets[bucket.index] = BucketSelection(
             chosen.side, codec, chosen.layout, tray, chosen.offset, self._nodes, self._weight, slots[0].parameter.device
         )
-        return BucketSelector(self, memory, [tensor.start for tensor in bucket.tensors], self._plan.reduction.prescale)
+        starts, headroom = [tensor.start for tensor in bucket.tensors], self._headroom(chosen.layout.dtype)
+        return BucketSelector(self, memory, starts, self._plan.reduction.prescale, headroom)
 
     # --- residuals, here or in the daemon -----------------------------------------------------------------------------
 
@@ -228,6 +244,7 @@ class Selections:
     def forget(self) -> None:
         """Forgets the plan and the residuals that are here."""
         self._plan, self._chosen, self.buckets = None, {}, {}
+        self._headroom = lambda dtype: 1.0
         self.here = self.led = False
 
     def _load(self, place: Where, state: Mapping[str, Any]) -> None:

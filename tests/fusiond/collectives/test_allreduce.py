@@ -45,7 +45,7 @@ class AllReduce:
     ) -> None:
         self.values = [[part.copy() for part in node] for node in parts]
         ranks = sum(len(node) for node in parts)
-        reducer = reducer_of(wire.Reduction(op, prescale, postscale, codec), DTYPES[dtype], ranks)
+        reducer = reducer_of(wire.Reduction(op, prescale, postscale, codec), DTYPES[dtype], ranks, 1)
         layout = Layout(DTYPES[dtype], len(parts[0][0]))
 
         def make(port: GroupPort) -> Exchange:

@@ -39,7 +39,7 @@ class Scattered:
         self.homes = [node for node, size in enumerate(local_sizes) for _ in range(size)]
         self.dtype = dtype
         what, divisor = ("sum", members) if op == "average" else (op, 1)
-        reducer = reducer_of(wire.Reduction(op, codec=codec), DTYPES[dtype], members)
+        reducer = reducer_of(wire.Reduction(op, codec=codec), DTYPES[dtype], members, 1)
         self.parts = values or [stored(small_values(count, op, dtype, m), dtype) for m in range(members)]
         self.before = [part.copy() for part in self.parts]
         self.expected = combined(what, dtype, self.parts, divisor)

@@ -142,6 +142,7 @@ MANNERS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16, "op": hvd.Sum},
     "float64": {"dtype": torch.float64},
     "topk": {"compression": "topk(density=0.05, minimum=100)", "steps": 6},
+    "topk, float16, large": {"compression": "topk(density=1.0, minimum=9)", "dtype": torch.float16, "factor": 6000.0},
     "onebit": {"compression": "onebit(minimum=100)", "steps": 6},
     "powersgd": {"compression": "powersgd(minimum=100)", "steps": 6},
 }
@@ -163,6 +164,23 @@ def test_gradients_and_residuals_are_those_of_the_daemons_way(manner: str) -> No
     for key in states[0]:
         if ":residual/" in key and exact:
             assert torch.equal(states[0][key], states[1][key]), key
+
+
+@on_ranks
+def test_the_sum_of_a_nodes_halves_is_in_range_where_there_is_no_other_node() -> None:
+    sets = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
+    values = torch.full((2000,), 60000.0, dtype=torch.float16)
+    for text in ("dense", "topk(density=1.0, minimum=9)"):
+        parameter = torch.nn.Parameter(torch.zeros_like(values))
+        inner = torch.optim.SGD([parameter], lr=0.0)
+        optimizer = hvd.DistributedOptimizer(inner, compression=text, process_set=sets[hvd.cross_rank()])
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter * values).sum().backward()  # type: ignore[no-untyped-call]
+            assert torch.equal(parameter.grad, values)
+        assert in_node(optimizer)
+    for each in sets:
+        hvd.remove_process_set(each)
 
 
 @on_ranks
