@@ -67,6 +67,9 @@ class Node:
         assert len(payload) <= self._job.settings.chunk_bytes
         self._job.post_payload(self.node, node, wire.encode(piece), payload)
 
+    def when_received(self, then: Callable[[], None]) -> None:
+        self._job.when_delivered(self.node, then)
+
     def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
         self._job.timers.append((self._job.now + seconds, callback))
         return None
@@ -157,6 +160,7 @@ class SimulatedJob:
         self.payload_bytes = [0] * len(local_sizes)
         self.lost: set[tuple[int, int]] = set()  # from and to: payloads sent there never arrive
         self._channels: dict[tuple[int, int, str], deque[tuple[bytes, Any]]] = {}
+        self._awaited: list[tuple[dict[tuple[int, int, str], int], Callable[[], None]]] = []  # payloads by channel
         self._chunks = 0
         self._scripts: dict[int, deque[Callable[[], object]]] = {}
         self._memory: dict[tuple[int, int], Array] = {}  # rank and handle: the tensor's bytes in the rank's arena
@@ -190,6 +194,17 @@ class SimulatedJob:
         self._chunks += 1
         self.post(source, target, f"payload{self._chunks % (self.settings.connections or 1)}", message, payload)
 
+    def when_delivered(self, source: int, then: Callable[[], None]) -> None:
+        """Calls back once all payloads that a node has sent so far have been delivered."""
+        left = {key: len(queue) for key, queue in self._channels.items() if key[0] == source and key[2] != "control"}
+        self._awaited.append((left, then))
+        self._call_who_waits()
+
+    def _call_who_waits(self) -> None:
+        over = [then for left, then in self._awaited if not any(left.values())]
+        self._awaited = [(left, then) for left, then in self._awaited if any(left.values())]
+        self.deferred += over
+
     def step(self) -> bool:
         """Delivers a message, runs a deferred job, or runs a worker's next action; returns False when all is done."""
         channels = [key for key, queue in self._channels.items() if queue]
@@ -209,10 +224,14 @@ class SimulatedJob:
     def _deliver(self, key: tuple[int, int, str]) -> None:
         source, target, _ = key
         message, payload = self._channels[key].popleft()
+        for left, _ in self._awaited:
+            if left.get(key):
+                left[key] -= 1
         decoded = wire.decode_peer_message(message)
         # As ZeroMQ hands it over: read-only, and at any address.
         view = [] if payload is None else [memoryview(b"\0" + bytes(payload))[1:]]
         self.nodes[target].engine.peer_message(source, decoded, *view)
+        self._call_who_waits()
 
     def settle(self) -> None:
         """Runs until nothing is under way; fails when a node's daemon reported a failure of the job."""

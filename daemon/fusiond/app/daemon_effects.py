@@ -62,6 +62,7 @@ class DaemonEffects:
         send_payload: Callable[..., bool] = _no_peers if mesh is None else mesh.send_payload
         self.to_node: Callable[[int, wire.PeerMessage], None] = _no_peers if mesh is None else mesh.send
         self.traffic: Callable[[], tuple[int, int]] = (lambda: (0, 0)) if mesh is None else mesh.traffic
+        self.when_received: Callable[[Callable[[], None]], None] = _call if mesh is None else mesh.when_received
         self.send_chunk = send_payload
         self.send_piece = partial(send_payload, urgency=_OF_PARCELS)
 
@@ -96,6 +97,10 @@ class DaemonEffects:
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         links = {rank: self._links.get(rank) for rank in ranks}
         self._stacks.locate({rank: None if link is None else link.stacks for rank, link in links.items()}, then)
+
+
+def _call(then: Callable[[], None]) -> None:
+    then()
 
 
 def _not_sent(*_: object, **__: object) -> bool:

@@ -200,9 +200,9 @@ class Ending:
         self._engine().fail_job(error)
         self._failed(error)  # before workers ask for the next epoch: whom this node has lost is not to be in that
         self._loop.call_later(_FREED, _free_memory)
-        self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory
-        if tell_peers:
+        if tell_peers:  # before workers, who may reuse memory then of which chunks are under way
             self._tell_peers(wire.Abort(error))
+        self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory
         if not self._config.attached:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 

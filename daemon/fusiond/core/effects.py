@@ -24,6 +24,10 @@ class Effects(Protocol):
         """Sends a chunk, the sooner the less its urgency is; returns whether its payload is borrowed until credit
         for it comes."""
 
+    def when_received(self, then: Callable[[], None], /) -> None:
+        """Calls back, at once or later, when peers have received all payloads that were sent so far, and so nothing
+        is borrowed for these any more; peers that are lost do not count."""
+
     def send_piece(self, node: int, piece: wire.Piece, payload: memoryview, /) -> object:
         """Sends a piece of a message, whose payload nobody will change."""
 

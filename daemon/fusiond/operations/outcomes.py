@@ -110,17 +110,27 @@ class Outcomes:
         if operation is not None and not operation.working and operation.exchange is not None and operation.started:
             operation.exchange.abandon()
         if operation is not None and operation.working:  # threads still write into the workers' memory, and the codec's
-            operation.failed = partial(self._refuse_all, operation, error, missing)
+            operation.failed = partial(self._fail, operation, error, missing)
         elif operation is not None:
-            self._refuse_all(operation, error, missing)
+            self._fail(operation, error, missing)
         self._on_over(None)
+
+    def _fail(self, operation: Operation, error: str, missing: Sequence[int]) -> None:
+        """Tells the workers of a failed operation, once none of its chunks lies in their memory any more: others may
+        complete the operation with them."""
+        borrows = operation.port is not None and operation.port.borrows
+        operation.close()
+        refuse = partial(self._refuse_all, operation, error, missing)
+        if borrows:
+            self._context.outside.when_received(refuse)
+        else:
+            refuse()
 
     def _refuse_all(self, operation: Operation, error: str, missing: Sequence[int]) -> None:
         for rank, part in operation.parts.items():
             if part.selected is not None and operation.exchange is None:
                 part.selected.disown()
             self._context.outside.to_worker(rank, wire.Failed(part.handle, error, tuple(missing)))
-        operation.close()
 
     # --- exceptions ---------------------------------------------------------------------------------------------------
 

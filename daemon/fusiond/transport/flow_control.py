@@ -109,8 +109,13 @@ class FlowPort:
         self.position, self.nodes = self.members.index(self.node), len(self.members)
         self._window = window_chunks(self.window_bytes, self.chunk_bytes)
 
+    @property
+    def borrows(self) -> bool:
+        """True if payloads that have been sent may still lie in memory that is somebody else's."""
+        return any(flow.borrows for flow in self._flows.values())
+
     def close(self) -> None:
-        """Calls nothing back any more."""
+        """Sends nothing, and calls nothing back any more."""
         self.finished = _nothing
         self.work = _at_once
         if self.early is not None:
