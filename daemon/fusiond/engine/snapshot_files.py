@@ -1,10 +1,17 @@
-"""Files of the snapshots of one node: one for each group of parameters and number, written as a whole or not at all."""
+"""Files of the snapshots of one node: one for each group of parameters and number, written as a whole or not at all.
+
+The directory may be on a disk that all hosts share. Then a daemon that was cut off may still be writing there when
+another one has taken its place. So a daemon first puts a token of its own into a file, and looks for it whenever it is
+about to change anything. One that was replaced finds another token, and leaves all as it is.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import secrets
+from contextlib import suppress
 
 import numpy as np
 
@@ -31,6 +38,8 @@ class SnapshotFiles:
 
     def __init__(self, directory: str, node: int) -> None:
         self._directory, self._node = directory, node
+        self._token = secrets.token_hex(8)
+        self._claimed: set[str] = set()  # prefixes
 
     def path(self, plan: wire.Plan, number: int) -> str:
         """Returns the path of a snapshot of a plan's group."""
@@ -55,7 +64,7 @@ class SnapshotFiles:
             keep: number of the one that is kept besides; the others are removed. 0: all are kept.
 
         Raises:
-            SnapshotError: that is not possible. What was kept is left.
+            SnapshotError: that is not possible, or another daemon has taken this one's place. What was kept is left.
         """
         arrays = {**state, _PLAN: _fingerprint(plan)}
         data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
@@ -63,13 +72,16 @@ class SnapshotFiles:
         path = self.path(plan, number)
         try:
             os.makedirs(self._directory, exist_ok=True)
+            self._claim(self._prefix(plan))
+            self._check_claim(plan)
             for old in self.numbers(plan) if keep else ():
                 if old != keep:
                     os.unlink(self.path(plan, old))
-            with replacing(path, f"{path}.new") as file:
+            with replacing(path, f"{path}.{self._token}.new") as file:
                 file.write(data.data)
                 file.flush()
                 os.fsync(file.fileno())
+                self._check_claim(plan)
         except OSError as error:
             raise SnapshotError(
                 f"no snapshot could be written to {path}: {error.strerror}; the one before is left"
@@ -99,6 +111,27 @@ class SnapshotFiles:
                 "with a job like the one that it was written by, or remove it"
             )
         return {key: value.copy() for key, value in arrays.items()}
+
+    def _claim(self, prefix: str) -> None:
+        """Takes the place of whoever has written files with this prefix before, and removes what it was writing. Done
+        once: who claims again has been replaced."""
+        if prefix in self._claimed:
+            return
+        with replacing(os.path.join(self._directory, f"{prefix}owner")) as file:
+            file.write(self._token.encode())
+        self._claimed.add(prefix)
+        for name in os.listdir(self._directory):
+            if name.startswith(prefix) and name.endswith(".new"):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self._directory, name))
+
+    def _check_claim(self, plan: wire.Plan) -> None:
+        with open(os.path.join(self._directory, f"{self._prefix(plan)}owner"), "rb") as file:
+            if file.read(64) != self._token.encode():
+                raise SnapshotError(
+                    f"node {self._node} writes no snapshots to {self._directory} any more: another daemon has taken "
+                    "its place there since"
+                )
 
     def _prefix(self, plan: wire.Plan) -> str:
         name = hashlib.blake2b(f"{plan.process_set} {plan.group}".encode(), digest_size=6).hexdigest()

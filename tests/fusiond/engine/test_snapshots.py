@@ -15,6 +15,7 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.host.private_files import replacing
 from fusiond.app.daemon_effects import DaemonEffects
+from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
 from fusiond.engine.snapshots import SLOW_S
 from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
@@ -68,7 +69,7 @@ def test_a_snapshot_is_kept_until_all_nodes_have_the_next_one(tmp_path: Path) ->
         assert len(numbers(tmp_path, 0)) <= 2
         workers.post(0, np.ones(DIM))
     assert seen == sorted(set(seen))
-    assert all(path.name.endswith(".snapshot") for path in tmp_path.iterdir())
+    assert all(path.suffix in (".snapshot", ".owner") for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("killed_after", range(2))
@@ -197,3 +198,43 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
     files.close()
     loop.close()
     answers.set()
+
+
+PLAN = wire.Plan(1, "model", 0, wire.Reduction(), (), 0)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_a_daemon_whose_place_another_one_has_taken_changes_nothing_there(tmp_path: Path) -> None:
+    """A host that was cut off, and goes on, beside its successor on a disk that both share."""
+    cut_off, successor = (SnapshotFiles(str(tmp_path), 0) for _ in range(2))
+    for number in (1, 2):
+        cut_off.write(PLAN, number, {"x": np.full(3, number)}, keep=number - 1)
+    successor.write(PLAN, 3, {"x": np.full(3, 30)}, keep=2)
+    before = content(tmp_path)
+    for number, keep in ((3, 2), (4, 3)):
+        with pytest.raises(SnapshotError, match=r"node 0 writes no snapshots to .* another daemon has taken its place"):
+            cut_off.write(PLAN, number, {"x": np.full(3, 4)}, keep=keep)
+    assert content(tmp_path) == before
+    successor.write(PLAN, 4, {"x": np.full(3, 40)}, keep=3)
+    assert successor.read(PLAN, 4)["x"].tolist() == [40, 40, 40]
+    assert successor.numbers(PLAN) == (3, 4)
+
+
+def test_a_write_that_a_slow_disk_has_held_up_does_not_replace_the_successors_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_off, successor = (SnapshotFiles(str(tmp_path), 0) for _ in range(2))
+    cut_off.write(PLAN, 1, {"x": np.full(3, 1)}, keep=0)
+
+    def slow(fd: int) -> None:
+        monkeypatch.undo()
+        successor.write(PLAN, 2, {"x": np.full(3, 20)}, keep=1)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    with pytest.raises(SnapshotError, match="another daemon has taken its place"):
+        cut_off.write(PLAN, 2, {"x": np.full(3, 2)}, keep=1)
+    assert successor.read(PLAN, 2)["x"].tolist() == [20, 20, 20]
+    assert not [name for name in content(tmp_path) if name.endswith(".new")]
