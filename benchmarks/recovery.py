@@ -86,6 +86,7 @@ class Ours:
         hosts = ",".join(f"{host.name}:{ranks // HOSTS}" for host in lab.hosts[:HOSTS])
         argv = [sys.executable, "-m", "fusion_rt.runner", "-np", str(ranks), "-H", hosts, "--min-np", "1"]
         argv += ["--rsh-agent", lab.agent, "--network-interface", "eth0", "--blacklist-cooldown-range", "1", "2"]
+        argv += ["--leave-timeout", f"{options.timeout + 5:g}s"]
         command = command or ["benchmarks.faulted.ours", str(options.compute), str(COMMIT_EVERY)]
         environment = {
             **os.environ,

@@ -437,6 +437,10 @@ OF_LAUNCHER = (
     Knob("newcomer_timeout", ELASTIC, "Time limit for a worker that starts while others train to reach the training "
          "function. A slower one is killed, and counts as failed.",
          SECONDS, 600.0, flags=("--newcomer-timeout",), least=0.001),
+    Knob("leave_timeout", ELASTIC, "Time limit for a worker to leave a membership epoch after another one has, because "
+         "of a loss. A slower one is killed, and its host left out. Choose a longer limit than a rank ever is away "
+         "from the others, for a checkpoint that it saves, for example.",
+         SECONDS, 60.0, flags=("--leave-timeout",), least=0.001),
     Knob("blacklist_cooldown_range", ELASTIC, "Seconds for which a failed host is left out, at first and at most; "
          "each time twice as long.",
          default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),

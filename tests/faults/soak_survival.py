@@ -103,7 +103,7 @@ class ElasticJob:
         slots = ",".join(f"{host.name}:{count}" for host, count in zip(self._hosts, SLOTS, strict=True))
         command = [sys.executable, "-m", "fusion_rt.runner", "-np", str(SIZE), "--min-np", "1", "-H", slots]
         command += ["--rsh-agent", lab.agent, "--network-interface", "eth0", "--blacklist-cooldown-range", "1", "2"]
-        command += ["--reset-limit", "100000", "--restart-limit", "100000"]
+        command += ["--reset-limit", "100000", "--restart-limit", "100000", "--leave-timeout", "11s"]
         command += [*forks.interpreter(forks.WORKER), "-m", "tests.faults.survivor", str(self._folder), str(PAUSE_S)]
         paths = [ROOT / "tests" / "faults" / "hangable_daemon", ROOT, ROOT / "daemon"]
         environment = {

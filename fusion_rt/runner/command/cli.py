@@ -27,7 +27,7 @@ from fusion_rt.runner.decisions.limits import Limits
 from fusion_rt.runner.decisions.places import add_shard_hosts, fill, shard_host_names
 from fusion_rt.runner.launch import remote_shell
 from fusion_rt.runner.launch.discovery import Discovery
-from fusion_rt.runner.launch.launch_plan import LEAVE_S, ElasticPlan, LaunchPlan
+from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan
 from fusion_rt.runner.launch.launcher import launch
 from fusion_rt.runner.launch.phases import process_age
 from fusion_rt.settings import KNOBS, Settings
@@ -157,7 +157,7 @@ def _elastic(
         most=most,
         timeout=_elastic_timeout(choices, environment),
         resets=choices["reset_limit"],
-        leave=settings.heartbeat_timeout + LEAVE_S,
+        leave=choices["leave_timeout"],
         start=settings.start_timeout,
         probe=settings.heartbeat_timeout,
         restarts=choices["restart_workers"] == "on-failure",

@@ -226,7 +226,8 @@ class Epochs:
     def _worker_ended(self, place: Place, failure: Failure | None) -> None:
         workers = self._workers
         late = (
-            f"it did not leave membership epoch {self.number} within {self._limits.leave:g} s after another worker did"
+            f"it did not leave membership epoch {self.number} within {self._limits.leave:g} s after another worker did "
+            "(--leave-timeout)"
         )
         if not workers.end(place, failure, late):
             return

@@ -29,7 +29,7 @@ class Limits:
     most: int | None = None
     timeout: float = 600.0
     resets: int | None = None
-    leave: float = 15.0
+    leave: float = 60.0
     start: float = 30.0
     probe: float = 10.0
     probe_missed: float = 1.0

@@ -11,8 +11,6 @@ from fusion_rt.runner.decisions.places import Places
 from fusion_rt.runner.launch.discovery import Discovery
 from fusion_rt.settings import Settings
 
-LEAVE_S = 5.0  # seconds that a worker has, beyond the peers' heartbeat time-out, to leave an epoch after the first did
-
 
 @dataclass(frozen=True)
 class ElasticPlan:

@@ -165,7 +165,7 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
     assert plan.places.hosts == (Host("a", 2), Host("b", 3))
     assert plan.environment[b"HOROVOD_ELASTIC"] == b"1"
     assert plan.elastic is not None
-    assert plan.elastic.limits == Limits(1, 1, 4, 600.0, 100, plan.settings.heartbeat_timeout + 5, 30.0)
+    assert plan.elastic.limits == Limits(1, 1, 4, 600.0, 100, 60.0, 30.0)
     assert plan.elastic.cooldown == (10.0, 300.0)
     assert plan.elastic.script is not None
     assert not plan.warnings
@@ -174,10 +174,19 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
 def test_how_membership_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of("-np", "2", "--max-np", "4", "x").elastic is None
     flags = ("--reset-limit", "3", "--blacklist-cooldown-range", "5", "1min", "--elastic-timeout", "2min")
-    flags += ("--restart-workers", "never", "--newcomer-timeout", "40s", "--restart-limit", "7")
+    flags += (
+        "--restart-workers",
+        "never",
+        "--newcomer-timeout",
+        "40s",
+        "--restart-limit",
+        "7",
+        "--leave-timeout",
+        "3min",
+    )
     plan = plan_of("-np", "3", "--min-np", "2", "-H", "a:2,b:2", *flags, "x")
     silence = plan.settings.heartbeat_timeout
-    limits = Limits(3, 2, None, 120.0, 3, silence + 5, 30.0, probe=silence, restarts=False, begin=40.0, failures=7)
+    limits = Limits(3, 2, None, 120.0, 3, 180.0, 30.0, probe=silence, restarts=False, begin=40.0, failures=7)
     assert plan.elastic == ElasticPlan(limits, (5.0, 60.0))
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "7")
     plan = plan_of("--min-np", "2", "-H", "a:2", "x")

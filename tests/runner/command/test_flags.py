@@ -45,6 +45,7 @@ OPTIONS = [
     ("--reset-limit 3", "reset_limit", 3),
     ("--restart-workers never", "restart_workers", "never"),
     ("--restart-limit 9", "restart_limit", 9),
+    ("--leave-timeout 2min", "leave_timeout", 120.0),
     ("--newcomer-timeout 90s", "newcomer_timeout", 90.0),
     ("--blacklist-cooldown-range 60 300", "blacklist_cooldown_range", "60 300"),
     ("--mpi-args='--map-by ppr:6:node'", "mpi_args", "--map-by ppr:6:node"),

@@ -1082,10 +1082,24 @@ def test_who_does_not_leave_in_time_is_killed_and_its_host_left_out() -> None:
     assert world.places is not None
     assert world.places.names == ("a",)
     assert (
-        "host b: rank 1 was killed: it did not leave membership epoch 1 within 15 s after another worker did"
-        in world.said[0]
+        "host b: rank 1 was killed: it did not leave membership epoch 1 within 15 s after another worker did "
+        "(--leave-timeout)" in world.said[0]
     )
     assert world.calls[1:] == [("begin", 2), ("release", "b"), ("daemon", "c", 2)]
+
+
+def test_a_rank_that_saves_a_checkpoint_when_another_one_is_lost_is_waited_for() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world.up()
+    world.fail("c")
+    world.calls.clear()
+    world.ask("b")
+    world.epochs.answered("a")  # its agent is there
+    world.wait(40)
+    assert not [call for call in world.calls if call[0] in ("kill", "drop")]
+    world.ask("a")
+    assert world.places is not None
+    assert "a" in world.places.names
 
 
 def test_a_host_where_nobody_can_be_killed_is_dropped() -> None:

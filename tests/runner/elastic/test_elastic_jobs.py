@@ -137,7 +137,7 @@ def test_a_script_that_fails_on_import_ends_the_job_with_its_error(fusionrun, ru
 def test_a_lost_host_and_a_worker_that_hangs_are_left_behind(start, runtime_dir: Path) -> None:
     job = start(
         *("-np", "3", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1,127.0.0.2:1"),
-        *("--blacklist-cooldown-range", "100", "100"),
+        *("--blacklist-cooldown-range", "100", "100", "--leave-timeout", "9s"),
         command=(sys.executable, WORKER),  # a child of its agent
         FUSION_HEARTBEAT_TIMEOUT="4s",
     )
