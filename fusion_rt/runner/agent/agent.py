@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from fusion_rt.core.errors import FusionError, WireError
@@ -26,6 +27,7 @@ from fusion_rt.runner.agent.function_call import FunctionFile
 from fusion_rt.runner.agent.local_workers import TERM_GRACE, LocalWorkers
 from fusion_rt.runner.agent.oom import OomKills
 from fusion_rt.runner.agent.reach import reach_all
+from fusion_rt.runner.agent.waiting_thread import in_thread
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
 from fusion_rt.runner.protocol.agent_messages import Begin, Job, StartDaemon
@@ -204,7 +206,9 @@ class Agent:
         job, address = self._job, "127.0.0.1"
         if job.elastic or len(topology.hosts) > 1:
             try:
-                address = listen_address(topology.hosts[node], job.interfaces, bool(job.loopback))
+                own = partial(listen_address, topology.hosts[node], job.interfaces, bool(job.loopback))
+                own = partial(listen_address, topology.hosts[node], job.interfaces, bool(job.loopback))
+                address = await in_thread(own)
             except FusionError:
                 if job.loopback is not None:
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ class Agent:
     """A running agent that was given a job of one worker."""
 
     def __init__(self, directory: Path, script: str, **changes: object) -> None:
-        paths = os.pathsep.join(map(str, (FAKE_DAEMON, ROOT)))
+        paths = os.pathsep.join(map(str, (directory, FAKE_DAEMON, ROOT)))
         environment = {**os.environ, "PYTHONPATH": paths}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fusion_rt.runner.agent"],
@@ -62,6 +63,11 @@ class Agent:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return agent_messages.decode_from_agent(line) if line else None
+
+    def until(self, kind: type) -> None:
+        """Waits for a message of a kind."""
+        while not isinstance(message := self.receive(), kind):
+            assert message is not None
 
     def up(self) -> list[psutil.Process]:
         """Waits for the worker's first output; all processes below the agent then."""
@@ -110,6 +116,39 @@ def test_a_job_is_reported_step_by_step(start, tmp_path: Path) -> None:
     agent.send(agent_messages.Stop(5.0))
     assert agent.rest() == [agent_messages.Stopped()]
     assert agent.process.wait() == 0
+
+
+SILENT_NAME_SERVER = """
+import socket, sys
+def getaddrinfo(host, *rest, resolve=socket.getaddrinfo, **more):
+    if host != "here":
+        return resolve(host, *rest, **more)
+    with open({fifo!r}) as answer:
+        answer.read()
+    raise socket.gaierror("no such name")
+if "fusion_rt.runner.agent" in sys.orig_argv:
+    socket.getaddrinfo = getaddrinfo
+"""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_it_shows_that_it_is_there_while_a_name_server_does_not_answer(start, tmp_path: Path, answers: bool) -> None:
+    fifo = tmp_path / "name_server"
+    os.mkfifo(fifo)
+    (tmp_path / "sitecustomize.py").write_text(SILENT_NAME_SERVER.format(fifo=str(fifo)), encoding="utf-8")
+    epoch = agent_messages.Epoch(1, 0, Topology(("here", "there"), ((0,), (1,))), (0,))
+    agent = start(SLEEP, epoch=epoch, silence_limit=36.0)
+    agent.until(agent_messages.Ready)
+    readable, _, _ = select.select([agent.process.stdout], [], [], 60)
+    assert readable, "no sign of life"
+    assert isinstance(agent.receive(), agent_messages.Ping)
+    if answers:
+        with fifo.open("w"):
+            pass
+        agent.until(agent_messages.DaemonUp)
+    agent.send(agent_messages.Stop(5.0))
+    assert agent_messages.Stopped() in agent.rest()
+    assert agent.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("end", ["eof", "stop", "garbage", "too long", "term", "silence"])
