@@ -167,6 +167,10 @@ SUITES = {
         "how soon all know that a worker, a daemon or a host is lost", 5,
         (_lab(""),), (_lab("--rounds 1"),),
     ),
+    "late_rank": Suite(
+        "memory of daemons while a rank is late, with 40 GiB of all-reduces under way", 5,
+        (_lab("--gib 40 --late 60"),), (_lab("--gib 1 --late 5"),),
+    ),
     "recovery": Suite(
         "what a loss costs those who are left, and a newcomer the others, with a fault every 20 s", 12,
         (_lab(""),), (_lab("--ranks 4 --seconds 40"),),
