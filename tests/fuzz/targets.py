@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import between_ranks, channel, coded, engines, messages, saved, texts
+from tests.fuzz import between_ranks, channel, coded, engines, messages, rings, saved, texts
 from tests.fuzz.engine import Target
 
 
@@ -16,4 +16,5 @@ def all_targets(torch: bool = True) -> list[Target]:
         *engines.targets(),
         *between_ranks.targets(),
         *texts.targets(),
+        *rings.targets(),
     ]

@@ -17,7 +17,7 @@ from tests.tools.synthetic import MS, START, Tape
 def tape(records: int = 100, capacity: int | None = None) -> Tape:
     tape = Tape(Role.WORKER, 3, node=1, nodes=2, host="höst", job="job-1", pid=42, capacity=capacity)
     for number in range(records):
-        tape.add(Kind.GRADIENT, START + number * MS, f"w{number % 7}", clock=number, value=-number, extra=9, peer=8)
+        tape.add(Kind.GRADIENT, START + number * MS, f"w{number % 7}", clock=number, value=3 * number, extra=9, peer=8)
     return tape
 
 
@@ -28,7 +28,7 @@ def test_a_whole_ring(tmp_path: Path) -> None:
     assert ring.names == ("", *(f"w{number}" for number in range(7)))
     assert (ring.written, ring.overwritten, ring.problems) == (100, 0, ())
     assert ring.records["clock"].tolist() == list(range(100))
-    assert ring.records["value"].tolist() == [-number for number in range(100)]
+    assert ring.records["value"].tolist() == [3 * number for number in range(100)]
     assert [ring.names[number] for number in ring.records["name"]] == [f"w{number % 7}" for number in range(100)]
     assert set(ring.records["extra"]) == {9}
     assert set(ring.records["peer"]) == {8}

@@ -40,7 +40,7 @@ def load(what: list[str] | None, chosen: StepRange = EVERY_STEP) -> JobTrace:
     from fusion_trace.read import job
 
     _expect_much()
-    return _with_failures(job.load(what or [], Settings.from_env().trace_root(), chosen))
+    return with_failures(job.load(what or [], Settings.from_env().trace_root(), chosen))
 
 
 def _expect_much() -> None:
@@ -57,7 +57,8 @@ def _expect_much() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)
 
 
-def _with_failures(trace: JobTrace) -> JobTrace:
+def with_failures(trace: JobTrace) -> JobTrace:
+    """Returns a trace with who died, and what cannot be known, before its other problems."""
     from fusion_trace.analyse import endings, gaps
 
     died = endings.sentences(trace, endings.find(trace))
@@ -79,7 +80,7 @@ def load_two(before: str, after: str, chosen: StepRange, chosen_after: StepRange
         raise ChoiceError(f"a comparison needs two jobs, and in {root} there are traces of {len(newest)}: name two")
     first = job.load([before or newest[1]], root, chosen)
     second = job.load([after or newest[0]], root, chosen_after)
-    return _with_failures(first), _with_failures(second)
+    return with_failures(first), with_failures(second)
 
 
 def show(as_json: bool, document: Callable[[], object], page: Callable[[], None]) -> None:

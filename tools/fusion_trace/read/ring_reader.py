@@ -7,6 +7,7 @@ cut off or be no ring at all. What can be read is read; what could not be is sai
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -21,6 +22,7 @@ from fusion_rt.tracing.format import (
     HEADER_NBYTES,
     MAGIC,
     NAMES_NBYTES,
+    NOBODY,
     RECORD,
     VERSION,
     WRITERS,
@@ -55,6 +57,18 @@ _BLOCK = 1 << 18  # records that are looked through at once
 _IS_RARE = np.isin(np.arange(max(Kind) + 2), RARE)
 _KINDS = np.array(sorted(Kind), "<u2")
 _SLACK = 10**9  # ns that a record may be older than its ring
+# What no job reaches, and a damaged or hostile file may claim. Within it, sums of times and sizes fit into int64.
+_LONGEST = 1 << 58  # ns, nine years: since a host came up, and of anything
+_LATEST = 1 << 62  # ns since 1970
+_MOST_BYTES = 1 << 44  # of a tensor
+_MOST_STEPS = 1 << 48
+_EVER = 1 << 56  # records that a process has written
+_JOB = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+_OF_TIME = (
+    Kind.STEP_END, Kind.RUN_END, Kind.CLOCK, Kind.APPLIED, Kind.STALL, Kind.VIEW, Kind.TIMELINE, Kind.GONE,
+)  # fmt: skip
+"""Kinds whose value is no number of bytes."""
+_IS_OF_TIME = np.isin(np.arange(max(Kind) + 2), _OF_TIME)
 
 assert RECORD_DTYPE.itemsize == RECORD.size
 
@@ -200,10 +214,16 @@ def header_of(data: bytes, path: str) -> Header:
         )
     if role not in tuple(Role) or not capacity or host_nbytes + job_nbytes > HEADER_NBYTES - HEADER.size:
         raise TraceError(f"{path} has a damaged header (role {role}, room for {capacity} records)")
+    if not node < nodes < NOBODY or rank >= NOBODY:
+        raise TraceError(f"{path} has a damaged header (rank {rank}, node {node} of {nodes})")
+    if max(capacity, written) >= _EVER or created > _LONGEST or created_wall > _LATEST:
+        raise TraceError(f"{path} has a damaged header ({written} records since {created} ns, {created_wall} ns)")
     whole = data[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0")
     machine, processors = MACHINE.unpack_from(whole, MACHINE_AT)
     command_nbytes = int.from_bytes(whole[COMMAND_AT : COMMAND_AT + 2], "little")
     host, job = data[HEADER.size :][:host_nbytes], data[HEADER.size + host_nbytes :][:job_nbytes]
+    if not _JOB.fullmatch(shown(job)):
+        raise TraceError(f"{path} has a damaged header (a job is not called {shown(job)[:80]!r})")
     return Header(
         capacity=capacity,
         created=created,
@@ -213,15 +233,23 @@ def header_of(data: bytes, path: str) -> Header:
         node=node,
         nodes=nodes,
         role=Role(role),
-        host=host.decode(errors="replace"),
-        job=job.decode(errors="replace"),
+        host=shown(host),
+        job=shown(job),
         written=written,
         names_nbytes=names_nbytes,
         lost_names=lost_names,
         machine=machine.hex() if any(machine) else "",
         processors=processors / 1000,
-        command=whole[COMMAND_AT + 2 :][:command_nbytes].decode(errors="replace"),
+        command=shown(whole[COMMAND_AT + 2 :][:command_nbytes]),
     )
+
+
+def shown(text: bytes) -> str:
+    """Returns a text of a file as it may be printed: whatever steers a terminal is escaped, as Python writes it."""
+    decoded = text.decode(errors="replace")
+    if decoded.isprintable():
+        return decoded
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in decoded)
 
 
 def _names(data: bytes, nbytes: int, path: str, problems: list[str]) -> list[str]:
@@ -232,7 +260,7 @@ def _names(data: bytes, nbytes: int, path: str, problems: list[str]) -> list[str
         length = int.from_bytes(data[at : at + 2], "little")
         if at + 2 + length > end:
             break
-        names.append(data[at + 2 : at + 2 + length].decode(errors="replace"))
+        names.append(shown(data[at + 2 : at + 2 + length]))
         at += 2 + length
     if at != nbytes:
         problems.append(f"{path}: its names end after {at} of {nbytes} bytes")
@@ -269,6 +297,16 @@ def _run(file: BinaryIO, count: int, wanted: Callable[[Records], NDArray[np.bool
         pieces.append(block[kept])
         there += len(block)
     return np.concatenate(pieces), there
+
+
+def _are_sound(records: Records, header: Header) -> NDArray[np.bool_]:
+    """Returns which records a process may have written."""
+    kind, value = records["kind"], records["value"]
+    of_time = _IS_OF_TIME[np.minimum(kind, len(_IS_OF_TIME) - 1)]
+    sound: NDArray[np.bool_] = np.isin(kind, _KINDS) & (records["clock"] < _MOST_STEPS)
+    sound &= (records["time"] >= header.created - _SLACK) & (records["time"] <= header.created + _LONGEST)
+    sound &= (value >= np.where(kind == Kind.CLOCK, -_LONGEST, 0)) & (value <= np.where(of_time, _LONGEST, _MOST_BYTES))
+    return sound
 
 
 def _inside(window: Window) -> Callable[[Records], NDArray[np.bool_]]:
@@ -313,7 +351,7 @@ def _records(
             return _records(file, header, nbytes, path, problems, None)
         records = records[meanwhile:]
         overwritten += meanwhile
-    sound = np.isin(records["kind"], _KINDS) & (records["time"] >= header.created - _SLACK)
+    sound = _are_sound(records, header)
     if damaged := len(records) - int(sound.sum()):
         problems.append(f"{path}: {damaged} records are damaged, and were left out")
         records = records[sound]
