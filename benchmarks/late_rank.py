@@ -38,6 +38,7 @@ OWN, FIRST = "most resident memory beyond the arena", "the same before"
 ENDED = "until the last all-reduce after rank 1 came"
 NBYTES = 16 << 20
 _EVERY_S = 0.5
+_KEPT = 10  # every so many samples are kept in the results
 _READY = "READY "
 _TIMEOUT_S = 3600.0
 
@@ -150,7 +151,8 @@ def collect(gib: float, late: float) -> Record:
         Measure(ENDED, "s", {"fusion_rt": [watch.result["seconds"]]}),
     ]
     named = [line for line in said.splitlines() if "rank 1" in line]
-    details = {"operations": count, "MiB": watch.samples, "named": named[:3]}
+    thinned = {rank: samples[::_KEPT] for rank, samples in watch.samples.items()}
+    details = {"operations": count, "MiB": thinned, "named": named[:3]}
     return Record({"GiB": gib, "late": late}, measures, here, date, results.command_line(), details)
 
 

