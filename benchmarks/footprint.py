@@ -181,6 +181,10 @@ def train(parameters: int, codec: str, algorithm: str, steps: int) -> None:
             return torch.empty(ctx.shape).uniform_(-1e-3, 1e-3)
 
     hvd.init()
+    small = torch.nn.Parameter(torch.zeros(1000))  # for what the first step of any model needs
+    first = hvd.DistributedOptimizer(torch.optim.SGD([small], 1e-3), [("small", small)], compression=codec)
+    Signal.apply(small).backward()  # type: ignore[no-untyped-call]
+    first.step()
     hvd.barrier()
     status = launch.daemon()
     daemon, started = status["pid"], status["loop"]["longest"]
@@ -189,7 +193,8 @@ def train(parameters: int, codec: str, algorithm: str, steps: int) -> None:
     matrices = [torch.nn.Parameter(torch.zeros(MATRIX, MATRIX)) for _ in range(parameters // MATRIX**2)]
     rest = parameters - len(matrices) * MATRIX**2
     layers = [*matrices, *([torch.nn.Parameter(torch.zeros(rest))] if rest else [])]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers, 1e-3), compression=codec, algorithm=algorithm)
+    named = [(f"layer{index}", layer) for index, layer in enumerate(layers)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers, 1e-3), named, compression=codec, algorithm=algorithm)
     early: list[int] = []
     seconds: list[float] = []
     with sampled(peaks):

@@ -287,25 +287,38 @@ def idle(found: All) -> str:
     return table.markdown()
 
 
-def large_models(found: All) -> str:
-    """Makes the table of the memory of workers and daemons with large models."""
+def memory(found: All) -> str:
+    """Makes the table of the memory that jobs need on two hosts with one worker each, and that they were measured to
+    take."""
     from benchmarks import footprint
+    from fusion_rt import algorithms, codecs
+    from fusion_rt.choice.memory_needs import needs
 
     table = Table(
-        ["algorithm", "codec", "parameters", "worker", "at most", "daemon", "at most", "longest callback", "a step"],
-        left=2,
+        ["algorithm", "codec", "worker", "measured", "daemon", "measured", "MB beside that", "longest callback"], left=2
     )
-    for record in (one for one in records(found, "footprint") if "parameters" in one.setting):
+    measured = [one for one in records(found, "footprint") if "parameters" in one.setting]
+    largest = {(str(one.setting["algorithm"]), str(one.setting["codec"])): one for one in _by_size(measured)}
+    for (algorithm, codec), record in largest.items():
         of = {name: record.measure(name).samples[footprint.OURS][0] for name in footprint.MEASURES}
+        told = needs(algorithms.parse(algorithm), codecs.parse(codec), 2)
+        model = 4 * float(record.setting["parameters"])
         table.add(
-            str(record.setting["algorithm"]),
-            str(record.setting["codec"]),
-            f"{float(record.setting['parameters']) / 1e6:g} M",
-            *(f"{of[name]:.2f}" for name in ("worker", "worker, at most", "daemon", "daemon, at most")),
+            algorithm,
+            codec,
+            f"{told.worker:g}",
+            f"{of['worker'] + of['arenas']:.1f}",
+            f"{told.daemon:g}",
+            f"{of['daemon, at most']:.1f}",
+            f"{max(0.0, of['daemon, at most'] - told.daemon) * model / 1e6:.0f}",
             f"{of['longest callback'] * 1e3:.0f} ms",
-            f"{of['step']:.1f} s",
         )
     return table.markdown()
+
+
+def _by_size(measured: list[Record]) -> list[Record]:
+    """Returns records in the order of their models' sizes."""
+    return sorted(measured, key=lambda one: float(one.setting["parameters"]))
 
 
 def sparse(found: All) -> str:
@@ -452,7 +465,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "topk": selection,
     "kernels": kernels,
     "footprint": idle,
-    "large models": large_models,
+    "memory": memory,
     "sparse": sparse,
     "slow-network": slow_network,
     "bucket-sizes": bucket_sizes,

@@ -127,6 +127,17 @@ class Algorithm(ABC):
         """Says whether a home, or the next difference, depends on parameters as a worker has left them."""
         return self.at_shards or self.signal in (Signal.DELTA, Signal.CONSENSUS)
 
+    def worker_copies(self, codec: Codec) -> float:
+        """Returns how many copies of the model a worker keeps for the algorithm's equations, besides parameters and
+        gradients: where parameters were after the last exchange, an outer momentum."""
+        del codec
+        return 0.0
+
+    def home_copies(self, ranks: int) -> float:
+        """Returns how many copies of its values the home of a bucket keeps, besides the optimizer's state."""
+        del ranks
+        return 1.0 if self.at_homes else 0.0
+
     @cached_property
     def stale(self) -> bool:
         """Says whether most gradients are of older parameters than those that they change."""

@@ -45,6 +45,9 @@ class Softsync(Algorithm):
     def __post_init__(self) -> None:
         positive(self, "contributions")
 
+    def home_copies(self, ranks: int) -> float:
+        return 2.0  # with the sum of contributions
+
     def check(self, ranks: int) -> None:
         if self.contributions > ranks:
             raise AlgorithmError(
@@ -67,6 +70,9 @@ class DCASGD(Algorithm):
     def __post_init__(self) -> None:
         not_negative(self, "variance")
         fraction(self, "decay")
+
+    def home_copies(self, ranks: int) -> float:
+        return 1.0 + ranks + self.adaptive  # with what each rank has, and the mean square
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,9 @@ class Partial(Algorithm):
     def lockstep(self) -> bool:
         return True
 
+    def home_copies(self, ranks: int) -> float:
+        return 1.0 + self.backup  # with contributions that came late, and count in the next update
+
     def check(self, ranks: int) -> None:
         if self.backup >= ranks:
             raise AlgorithmError(
@@ -119,3 +128,6 @@ class Collaborative(Algorithm):
 
     def __post_init__(self) -> None:
         positive(self, "samples")
+
+    def home_copies(self, ranks: int) -> float:
+        return 2.0  # with the sum of contributions

@@ -31,6 +31,9 @@ class DPSGD(_Gossip):
 
     name = "dpsgd"
 
+    def home_copies(self, ranks: int) -> float:
+        return 0.0 if mixing.parse(self.topology, ranks).symmetric else 1.0  # else it is push-sum
+
     def check(self, ranks: int) -> None:
         mixing.check_dpsgd(mixing.parse(self.topology, ranks))
 
@@ -41,6 +44,9 @@ class ADPSGD(_Gossip):
     compute."""
 
     name = "adpsgd"
+
+    def home_copies(self, ranks: int) -> float:
+        return 2.0  # with the changes that the worker has not got
 
     def check(self, ranks: int) -> None:
         mixing.check_pairwise(mixing.parse(self.topology, ranks))
@@ -76,6 +82,10 @@ class Choco(_Gossip):
         if graph.period != 1:
             raise AlgorithmError(f"{self} needs a graph that stays as it is, which {self.topology} does not")
         mixing.check_symmetric(graph, "CHOCO-SGD")
+
+    def home_copies(self, ranks: int) -> float:
+        neighbours = len(mixing.parse(self.topology, ranks).incoming(0, 0))
+        return 2.0 + neighbours  # its value; the copy that others have of it, and those that it has of them
 
     def check_codec(self, codec: Codec, ranks: int) -> None:
         contraction = codec.contraction()
@@ -135,3 +145,9 @@ class NoLoCo(OuterSteps, _Gossip):
     @cached_property
     def lag(self) -> int:
         return 0
+
+    def worker_copies(self, codec: Codec) -> float:
+        return 2.0
+
+    def home_copies(self, ranks: int) -> float:
+        return 0.0

@@ -15,6 +15,7 @@ from fusion_rt.algorithms.algorithm import (
     not_negative,
     positive,
 )
+from fusion_rt.codecs import Codec
 from fusion_rt.codecs.topk import TopK
 
 
@@ -38,6 +39,9 @@ class OuterSteps(Algorithm):
     @cached_property
     def period(self) -> int:
         return self.steps
+
+    def worker_copies(self, codec: Codec) -> float:
+        return 2.0 if self.outer_momentum else 1.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,12 @@ class Decoupled(OuterFragments):
         super().__post_init__()
         positive(self, "delay")
         not_negative(self, "quorum", "grace")
+
+    def worker_copies(self, codec: Codec) -> float:
+        return 2.0  # the start, and what was posted, until it is answered
+
+    def home_copies(self, ranks: int) -> float:
+        return 2.0  # with the outer momentum
 
     def check(self, ranks: int) -> None:
         if self.quorum > ranks:

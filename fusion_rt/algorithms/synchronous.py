@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fusion_rt.algorithms.algorithm import Algorithm, Apply, Place, Signal, not_negative, positive
+from fusion_rt.codecs import Codec
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class LocalSGD(Algorithm):
     @cached_property
     def period(self) -> int:
         return self.steps
+
+    def worker_copies(self, codec: Codec) -> float:
+        return 0.0 if codec.lossless else 1.0  # else it is the change since the last exchange that travels
 
     def due(self, steps: int) -> list[int]:
         return [0] if steps <= self.after else super().due(steps)

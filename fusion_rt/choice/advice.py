@@ -17,8 +17,10 @@ import numpy as np
 from fusion_rt import algorithms, codecs
 from fusion_rt.choice.candidates import Setting
 from fusion_rt.choice.codec_costs import ALLREDUCE, cost_of
+from fusion_rt.choice.memory_needs import needs
 from fusion_rt.choice.prediction import Conditions, Prediction, predict, rate_text
 from fusion_rt.core.cost import CostModel
+from fusion_rt.core.wording import counted
 
 _STEP, _MODELS = 1.02, 90  # how much smaller each model is than the one before, and how many: down to a sixth
 _LITTLE = 0.2  # share of a step that may be communication before the advice looks further
@@ -150,13 +152,22 @@ def tell(conditions: Conditions, advice: Advice, flags: str, command: str) -> st
             f"  {way.name:{width}}  {_ms(one.step):>8}, of which {one.exposed / one.step:4.0%} is communication: "
             f"{advice.speed(one):.2f} x the speed of one host alone"
         )
-    lines += ["", _verdict(advice)]
+    lines += ["", _verdict(advice), _memory(conditions, advice.way)]
     if advice.speed(advice.chosen) > 1:
         if codecs.parse(advice.way.codec).selecting:
             bounded = advice.way.codec.replace(")", ", clip=NORM)")
             lines.append(f"If the script clips gradients by their norm, have the codec do it instead: {bounded}.")
         lines.append(f"Start it with: fusionrun {flags} {' '.join([*map(shlex.quote, advice.way.flags), command])}")
     return "\n".join(lines)
+
+
+def _memory(conditions: Conditions, way: Way) -> str:
+    found = needs(algorithms.parse(way.algorithm), codecs.parse(way.codec), conditions.nodes, conditions.ranks)
+    gigabytes = found.host_nbytes(conditions.nbytes, conditions.ranks) / 1e9
+    return (
+        f"With {way.name} a host of {counted(conditions.ranks, 'worker')} needs at most {gigabytes:.1f} GB for "
+        "parameters, gradients and their exchange, besides activations and the state of the script's optimizer."
+    )
 
 
 def _verdict(advice: Advice) -> str:

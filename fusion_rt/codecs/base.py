@@ -166,6 +166,10 @@ class Codec(ABC):
         al., arXiv 1902.00340, assumption 1). 0 where there is none, or it is not known."""
         return 1.0 if self.lossless else 0.0
 
+    def memory(self) -> float:
+        """Returns how many numbers (float32) a bucket's codec keeps for each element from step to step, about."""
+        return 1.0 if self.stateful else 0.0
+
     def has_momentum(self) -> bool:
         """Says whether it applies a momentum to gradients, so that the optimizer should have none."""
         return False

@@ -34,6 +34,9 @@ class FeedbackCodec(Codec):
     def applies_to(self, dtype: DType) -> bool:
         return dtype.is_floating
 
+    def memory(self) -> float:
+        return 2.0 if self.has_momentum() else 1.0
+
     def has_momentum(self) -> bool:
         return getattr(self, "momentum", 0.0) > 0
 

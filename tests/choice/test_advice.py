@@ -93,6 +93,16 @@ def test_what_is_told_where_dense_gradients_do_not_pay_off() -> None:
         assert f"{advice.speed(one):.2f} x the speed" in text
 
 
+def test_the_memory_of_a_host_is_told() -> None:
+    conditions, advice = advised(50.0)
+    # Of two workers: parameters, gradients, arena, the start and the momentum of the outer step, 100 MB each.
+    nbytes = 2 * 5 * conditions.nbytes + (2 * 256 + 256 + 150) * 2**20
+    assert (
+        f"With diloco(steps=100) a host of 2 workers needs at most {nbytes / 1e9:.1f} GB for parameters, gradients and "
+        "their exchange, besides"
+    ) in tell(conditions, advice, "-np 4 -H a:2,b:2", "python train.py")
+
+
 def test_hosts_that_do_not_pay_off_are_not_advised() -> None:
     conditions, advice = advised(0.1, computing=0.01)
     assert max(map(advice.speed, advice.predictions)) < 1

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import fusion_rt
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.wording import counted
+from fusion_rt.host import available_memory
 from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.host.private_files import open_private
 from fusion_rt.runner.protocol.agent_messages import Job, Versions
@@ -98,11 +99,12 @@ def _runtime_root(path: str) -> str:
 def _memory(workers: int) -> str:
     """Checks that there is memory for buckets. It is anonymous memory: no size limit of /dev/shm applies."""
     needed = _LEAST_BYTES * workers
-    available = _available_memory()
-    if available < needed:
+    nbytes, group = available_memory.available()
+    if nbytes < needed:
+        limited = f" within the limit of the control group {group}" if group else ""
         return (
-            f"only {available / MIB:.0f} MiB of memory are available, and buckets of {counted(workers, 'worker')} need "
-            f"at least {needed / MIB:.0f} MiB; free some, or run fewer workers there"
+            f"only {nbytes / MIB:.0f} MiB of memory are available{limited}, and buckets of "
+            f"{counted(workers, 'worker')} need at least {needed / MIB:.0f} MiB; free some, or run fewer workers there"
         )
     try:
         fd = os.memfd_create("fusion-preflight", os.MFD_CLOEXEC)
@@ -113,12 +115,3 @@ def _memory(workers: int) -> str:
     except OSError as error:
         return f"no shared memory can be made (memfd): {error.strerror}"
     return ""
-
-
-def _available_memory() -> int:
-    """Bytes that programs can still have, as the kernel estimates them."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise FusionError("/proc/meminfo has no line MemAvailable; Linux 3.14 or later is needed")

@@ -101,10 +101,18 @@ def test_a_full_disk_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_too_little_memory_is_told_in_numbers(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_available_memory", lambda: 100 * 2**20)
+    monkeypatch.setattr(preflight.available_memory, "available", lambda: (100 * 2**20, ""))
     assert host.problems(slots=3) == []
     (problem,) = host.problems(slots=4)
     assert problem.startswith("only 100 MiB of memory are available, and buckets of 4 workers need at least 128 MiB")
+
+
+def test_a_limit_of_a_control_group_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.available_memory, "available", lambda: (2**20, "/sys/fs/cgroup/job"))
+    (problem,) = host.problems(slots=1)
+    assert problem.startswith(
+        "only 1 MiB of memory are available within the limit of the control group /sys/fs/cgroup/job, and buckets"
+    )
 
 
 def test_shared_memory_that_cannot_be_had_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +125,3 @@ def test_shared_memory_that_cannot_be_had_is_told(host: Host, monkeypatch: pytes
 
 def test_all_problems_are_told_at_once(host: Host, tmp_path: Path) -> None:
     assert len(host.problems(command=(b"no-such-command",), directory=b"/no/such/directory")) == 2
-
-
-def test_available_memory_is_what_the_kernel_says() -> None:
-    assert 2**20 < preflight._available_memory() < 2**50
