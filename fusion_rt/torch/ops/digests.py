@@ -111,6 +111,11 @@ class Digests:
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the digest of a tensor of any dtype: int64, without dimensions, on the same device."""
+    return words(tensor).sum(dtype=torch.int64)
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bits of a tensor of any dtype as integers as wide as fit (words,); a view where that can be."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()  # a slice's elements are apart
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -119,7 +124,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         size *= 2
     if flat.storage_offset() * flat.element_size() % size:
         flat = flat.clone()  # words are read where they begin
-    return flat.view(_WORDS[size]).sum(dtype=torch.int64)
+    return flat.view(_WORDS[size])
 
 
 def differences(digests: torch.Tensor, names: list[str]) -> str:

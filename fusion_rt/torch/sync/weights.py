@@ -6,16 +6,18 @@ from collections.abc import Iterable
 
 import torch
 
-from fusion_rt.torch.ops.digests import digest
+from fusion_rt.torch.ops.digests import words
 from fusion_rt.torch.sync.slots import Slot
+
+_COLUMNS = 1021  # a prime, so that rows of no usual length begin at the same column
 
 
 class Weights:
     """Digests of the parameters as the optimizer saw them last. A script may have set them since: by `load_state_dict`,
     or through `p.data`, which has no version that would tell.
 
-    A digest of a parameter is the sum of its bits, which takes no longer than a copy. Rejected: copies, which are as
-    large as the model.
+    A digest of a parameter has the sums of every 1,021st word of it, which take no longer than a copy. Rejected:
+    copies, which are as large as the model; and one sum of all words, which does not change when rows are sorted anew.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,7 @@ class Weights:
 
     def note(self, slots: Iterable[Slot]) -> None:
         """Notes the parameters, which are as they should be."""
-        self._noted = [(slot, _kind(slot.parameter), digest(slot.parameter)) for slot in slots]
+        self._noted = [(slot, _kind(slot.parameter), _digest(slot.parameter)) for slot in slots]
 
     def forget(self) -> None:
         """Forgets them: any values are right."""
@@ -32,7 +34,7 @@ class Weights:
     def changed(self) -> str:
         """Returns the name of a parameter that is not what it was; empty if there is none."""
         for slot, kind, noted in self._noted:
-            if kind != _kind(slot.parameter) or bool(noted != digest(slot.parameter)):
+            if kind != _kind(slot.parameter) or not torch.equal(noted, _digest(slot.parameter)):
                 return slot.name
         return ""
 
@@ -48,6 +50,18 @@ def not_finite(slots: Iterable[Slot]) -> str:
         if not bool(largest.isfinite().all()):
             return found[here[int((~largest.isfinite()).nonzero()[0])]][0].name
     return ""
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the digest of a parameter, int64 of shape (1,021,) at most."""
+    found = words(parameter)
+    whole = len(found) // _COLUMNS * _COLUMNS
+    rest = found[whole:].to(torch.int64)
+    if not whole:
+        return rest.clone()
+    sums = found[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    sums[: len(rest)] += rest
+    return sums
 
 
 def _kind(parameter: torch.Tensor) -> tuple[object, ...]:
