@@ -230,7 +230,8 @@ class SaveState(msgspec.Struct, tag="save", array_like=True):
 class LoadState(msgspec.Struct, tag="load", array_like=True):
     """Restores codec state (`nbytes` bytes in the arena) for the group's active plan, or else for its next one.
 
-    `common`: the state has no residuals, which start at zero; ignored where as many steps have been taken already.
+    `common`: the state has no residuals, which start at zero; ignored where as many steps have been taken already. An
+    empty state, which is not `common`, has all codecs of gradients begin anew, those of contributions to homes, too.
     """
 
     handle: Count

@@ -92,8 +92,8 @@ def ledger(cell: Cell, reports: Sequence[Report]) -> None:
 
 
 def uneven_then_set(cell: Cell, reports: Sequence[Report]) -> None:
-    """Without gradients, weights that all ranks have set stay, but for an outer momentum that goes on."""
-    most = 0.1 if algorithms.parse(cell.chosen).outer[1] else _grid(cell)
+    """Without gradients, weights that all ranks have set stay."""
+    most = _grid(cell)
     for rank, report in enumerate(reports):
         _near(report.notes["end"], np.full_like(report.agreed, 0.5), most, f"rank {rank} has other weights")
         _near(report.agreed, np.full_like(report.agreed, 0.5), most, "the ranks agree on other weights")

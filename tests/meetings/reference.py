@@ -231,7 +231,7 @@ class DiLoCo(LocalSGD):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._taken % self.period == 0:
-            self.reseed()  # it begins with weights that the script has set here, the same on all ranks
+            self.anchor()  # it begins with weights that the script has set here, the same on all ranks
         super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,8 +248,13 @@ class DiLoCo(LocalSGD):
         for p in self._parameters():
             self._outer.setdefault(id(p), (p.detach().clone(), torch.zeros_like(p)))
 
-    def reseed(self) -> None:
+    def anchor(self) -> None:
+        """Has the next outer step begin with the present weights."""
         self._outer = {id(p): (p.detach().clone(), self._outer[id(p)][1]) for p in self._parameters()}
+
+    def reseed(self) -> None:
+        self._outer = {}
+        self.remember()
 
     def exchange(self) -> None:
         parameters = self._parameters()
@@ -286,13 +291,17 @@ class NoLoCo(DiLoCo):
         super().add_param_group(group)
         self._clock = 0  # of the new plan
 
+    def anchor(self) -> None:
+        super().anchor()
+        self._clock = first_clock_after_join(self._clock)
+
     def reseed(self) -> None:
         super().reseed()
         self._clock = first_clock_after_join(self._clock)
 
     def consensus(self) -> None:
         super().consensus()
-        self.reseed()
+        self.anchor()
 
     def exchange(self) -> None:
         parameters = self._parameters()

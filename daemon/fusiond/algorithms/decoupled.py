@@ -98,6 +98,9 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
         home.value -= kind(rate) * (part.values + kind(momentum) * velocity)
         home.updated()
 
+    def reseeded(self, home: Home) -> None:
+        home.aux.pop("velocity", None)
+
 
 def _missing(home: Home) -> set[int]:
     """Returns the ranks that may post before they hear from this home: neither those that have, nor those that wait in

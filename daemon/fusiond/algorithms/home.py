@@ -217,7 +217,7 @@ class HomeAlgorithm(ABC, Generic[Spec]):
 
     def reseeded(self, home: Home) -> None:
         """All ranks have set their parameters, and a home its value, to the same: what was remembered of other ones
-        goes. The state of an optimizer, and outer momentum, stay."""
+        goes, outer momentum, too. The state of the script's optimizer stays."""
         del home
 
     def returned(self, home: Home) -> None:

@@ -104,7 +104,7 @@ class CodecService:
         self._outside.run_jobs([collect], answer)
 
     def load_state(self, rank: int, given: wire.LoadState, data: Array) -> None:
-        """A worker gives that back (uint8)."""
+        """A worker gives that back (uint8). With nothing in it, all that codecs have not sent is forgotten."""
         if not self._may_touch_state(rank, given):
             return
         try:
@@ -124,6 +124,8 @@ class CodecService:
                     raise error
                 if of_homes and not given.common:
                     self._homes.load(given.process_set, given.group, of_homes)
+                elif not state and not given.common:
+                    self._homes.forget_unsent(given.process_set, given.group)
             except FusionError as why:
                 self._not_loaded(rank, given, why)
             else:

@@ -18,7 +18,7 @@ from fusiond.operations.thread_work import Act
 from fusiond.shards.history import state_of
 from fusiond.shards.hosted_home import HostedHome
 from fusiond.shards.messages import MessageCodecs
-from fusiond.shards.push_pull import PushPullClient, PushPullClients
+from fusiond.shards.push_pull import PushPullClient, PushPullClients, under_way
 from fusiond.shards.server import HomeServer
 
 
@@ -97,14 +97,11 @@ class Checkpoints:
 
     def _checked(self, client: PushPullClient, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
         """Returns the counts, and the codec if there was one, with which a client goes on. Raises `WireError`."""
-        bucket, group = client.bucket.index, client.plan.plan.group
+        bucket = client.bucket.index
         moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
         counts, codec = _counts(entries.pop("counts", None), 2, f"rank {client.rank} in bucket {bucket}"), None
         if client.busy:
-            raise WireError(
-                f"rank {client.rank} is posting to bucket {bucket} of {group!r}; load the state of an optimizer "
-                "between step() and the next backward()"
-            )
+            raise under_way(client)
         if entries:
             codec = self._clients.opened(client)
             given = {key.removeprefix("codec/"): value for key, value in entries.items()}

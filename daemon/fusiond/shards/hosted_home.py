@@ -120,6 +120,7 @@ class HostedHome:
             np.copyto(self.home.value, part.values)
         self.algorithm.reseeded(self.home)
         self.told.clear()
+        self.encoders.clear()
         if self.home.rank >= 0:
             self.since = part.clock
             self.joins += 1

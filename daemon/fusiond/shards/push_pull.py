@@ -9,6 +9,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
+from fusion_rt.core.errors import WireError
 from fusion_rt.tracing.format import Kind
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
@@ -220,6 +221,15 @@ class PushPullClients:
         for client in self:
             client.clock = wire.first_clock_after_join(client.clock)
 
+    def forget_unsent(self, plan: int) -> None:
+        """Has the codecs of a plan's contributions begin anew. Raises `WireError` if something is under way."""
+        clients = [client for client in self if client.plan.plan.id == plan]
+        for client in clients:
+            if client.busy:
+                raise under_way(client)
+        for client in clients:
+            client.codec = client.before = None
+
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def place(self, plan: int, bucket: int, rank: int) -> Array | None:
@@ -317,3 +327,11 @@ class PushPullClients:
             self._here.work.when_quiet(client.plan.plan.id, tell)
         else:
             tell()
+
+
+def under_way(client: PushPullClient) -> WireError:
+    """Returns the error of a worker whose state is touched while it posts."""
+    return WireError(
+        f"rank {client.rank} is posting to bucket {client.bucket.index} of {client.plan.plan.group!r}; load the state "
+        "of an optimizer between step() and the next backward()"
+    )

@@ -260,6 +260,13 @@ class ParameterService:
         get = partial(self._kept.recall, group, asked.epoch, asked.plan, asked.clock)
         self._kept.when_quiet(group, lambda: then(get))
 
+    def forget_unsent(self, process_set: int, group: str) -> None:
+        """Has the codecs of local contributions begin anew, in the active plan of a group; homes are as they were.
+        Raises `WireError` if something is under way."""
+        plan = self._plan_of(process_set, group)
+        if plan is not None:
+            self._clients.forget_unsent(plan.plan.id)
+
     def load(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
         """Loads such a state into the active plan of a group, or into its next one. A state of another optimizer fails
         the job: the thread that makes the optimizer notices it.
@@ -267,9 +274,13 @@ class ParameterService:
         Raises:
             FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
         """
-        plan = next((p for p in self._plans.values() if group_of(p) == (process_set, group)), None)
+        plan = self._plan_of(process_set, group)
         if plan is None:
             self._checkpoints.keep(process_set, group, state)
         else:
             self._checkpoints.restore(plan, state)
             self.occupied.restored(plan.plan.id)
+
+    def _plan_of(self, process_set: int, group: str) -> PlanState | None:
+        """Returns the active plan of a group; None if there is none."""
+        return next((plan for plan in self._plans.values() if group_of(plan) == (process_set, group)), None)

@@ -399,6 +399,26 @@ class Checkpoint:
         if where is not None and where.is_first_of_node:
             _forget(where)
 
+    def forget_unsent(self) -> None:
+        """Has daemons, and this worker, forget what codecs have not sent. To be called on all ranks, when nothing is
+        under way.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+        self._owed = {}
+        if self._arriving is not None:
+            common, _, loads = self._arriving
+            self._arriving = common, Carried(meant=common.meant), loads
+        where = self._source.where()
+        if where is None or not self.converts:
+            return
+        self._source.selections.lay_down(where)
+        barrier(process_set=where.ranks)  # nobody posts any more
+        if where.is_first_of_node:
+            _forget(where)
+        barrier(process_set=where.ranks)
+
     def _still_carried(self) -> Carried | None:
         """Returns the state that was carried here and waits for a plan."""
         if self._arriving is None:

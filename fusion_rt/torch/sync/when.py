@@ -173,7 +173,11 @@ class When:
         """Called when parameters were set back to earlier values."""
 
     def reseed(self) -> None:
-        """Goes on from the parameters as they are. To be called on all ranks."""
+        """Goes on from the parameters as they are: gradients of those before that have not been applied are forgotten.
+        To be called on all ranks."""
+        self.finish()
+        self.discard()
+        self.sync.checkpoint.forget_unsent()
 
     def set_passes(self, passes: int) -> None:
         """Sets how many backward passes make up a gradient, from the next step on."""

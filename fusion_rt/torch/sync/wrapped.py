@@ -106,10 +106,12 @@ class Wrapped(torch.optim.Optimizer):
         """Goes on from the parameters as they are now, which have to be the same on all ranks: after the script has set
         them between steps (`load_state_dict`, pruning), and `hvd.broadcast_parameters`. To be called on all ranks.
 
-        The optimizer's state stays. With an algorithm that needs no telling this only forgets what is under way.
+        The script's optimizer's state stays. What is of earlier weights is forgotten: exchanges under way, what codecs
+        have not sent, what homes wait for more of or know of each rank, and outer momentum.
 
         Raises:
             HorovodInternalError: it failed.
+            ValueError: an update still waits, with `overlap`, and the script has set one of its parameters.
         """
         self._sync.when.reseed()
 

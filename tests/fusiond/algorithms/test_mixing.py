@@ -83,16 +83,6 @@ class Ranks(Workers):
         assert all(self.job.is_answered(rank, h) for rank, h in zip(
             [rank for rank in self.there if rank not in first], handles, strict=True))  # fmt: skip
 
-    def set(self, values: Array) -> None:
-        """All ranks set the same, and say so."""
-        for rank in self.there:
-            self.x[rank] = values.copy()
-            for place, of in self.places(rank):
-                place[:] = values[of]
-            handles = [self._ready(rank, b.index, self.clocks[rank], "reseed") for b in self.plan.buckets]
-            self.job.settle()
-            assert all(self.job.is_answered(rank, handle) for handle in handles)
-
     def mean(self) -> Array:
         """The mean of what ranks have, with what their homes have for them, by their weights."""
         total, weights = np.zeros(DIM), np.zeros(DIM)
@@ -199,7 +189,7 @@ def test_what_all_ranks_set_stays_whatever_was_before(name: str, graph: str, cod
     job.mix(4, 3)
     job.meet("barrier", first=[3])
     fives = np.full(DIM, 5.0, job.x[0].dtype)
-    job.set(fives)
+    job.set(fives, *job.there)
     for _ in range(5):
         job.mix(1)
         np.testing.assert_allclose(np.stack(job.x), 5.0, rtol=0, atol=1e-6)
@@ -207,7 +197,7 @@ def test_what_all_ranks_set_stays_whatever_was_before(name: str, graph: str, cod
     job.job.leave(5)
     job.job.settle()
     job.mix(3)
-    job.set(fives + 1)
+    job.set(fives + 1, *job.there)
     job.mix(3)
     np.testing.assert_allclose(np.stack([job.x[rank] for rank in job.there]), 6.0, rtol=0, atol=1e-6)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from fusion_rt import algorithms, wire
 from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.local import array_codec
 from tests.fusiond.simulation import Array, SimulatedJob
 
 SGD = wire.OptimizerSpec("SGD", ("{}",))
@@ -86,6 +87,29 @@ class Workers:
         handles = [self._ready(rank, bucket.index, 0, "seed") for bucket in self.plan.buckets]
         self.job.settle()
         assert all(self.job.is_answered(rank, handle) for handle in handles)
+
+    def set(self, values: Array, *ranks: int) -> None:
+        """These ranks, by default all, have set the same values, and say so as `optimizer.reseed()` does, when nothing
+        is under way: codecs forget what they have not sent, and homes go on from these values."""
+        there = ranks or tuple(self.job.ranks)
+        forgotten = np.zeros(array_codec.nbytes_of({}), np.uint8)
+        array_codec.write({}, forgotten)
+        for node in self.job.nodes:
+            first = next((rank for rank in there if self.job.topology.node_of(rank) == node.node), None)
+            if first is not None:
+                self.job._handles += 1
+                load = wire.LoadState(self.job._handles, 0, "opt", wire.Place(1, 0), len(forgotten))
+                node.engine.codecs.load_state(first, load, forgotten)
+                self.job.settle()
+                assert isinstance(self.job.answer(first, load.handle)[0], wire.Done)
+        for rank in there:
+            self.x[rank] = values.copy()
+        for rank in there[:1] if self.spec.at_shards else there if self.spec.at_homes else ():
+            for place, of in self.places(rank):
+                place[:] = values[of]
+            handles = [self._ready(rank, b.index, self.clocks[rank], "reseed") for b in self.plan.buckets]
+            self.job.settle()
+            assert all(self.job.is_answered(rank, handle) for handle in handles)
 
     def post(self, rank: int, values: Array, samples: int = 1, settle: bool = True, kind: str = "post") -> None:
         """Posts for a rank."""

@@ -67,6 +67,58 @@ def test_what_all_ranks_set_is_the_new_start_after_uneven_steps(text: str, codec
     torch.testing.assert_close(parameter.detach(), torch.full((DIM,), 5.0), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("allreduce", "topk(density=0.1, minimum=0)"), ("bsp", "topk(density=0.1, minimum=0)"),
+        ("asp", "onebit(minimum=0)"),
+        ("softsync(contributions=3)", "int2(minimum=0)"), ("noloco(steps=1)", "dense"),
+        ("diloco(steps=1)", "powersgd(rank=1, minimum=0)"), ("sparseloco(steps=1, density=0.1)", ""),
+        ("diloco(steps=2, fragments=2, delay=1, mix=0.25)", "dense"),
+        ("decoupled(steps=1, quorum=2)", "topk(density=0.1, minimum=0)"),
+    ],
+)  # fmt: skip
+@on_ranks
+def test_what_all_ranks_set_is_the_new_start_whatever_was_not_sent_or_had_momentum(text: str, codec: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(8, 5)), torch.nn.Parameter(torch.ones(DIM))]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.1), [("a", parameters[0]), ("b", parameters[1])],
+        algorithm=text, **({"compression": codec} if codec else {}),
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(hvd.rank())
+    for step in range(11):
+        if step == 5:
+            hvd.barrier()
+            for parameter in parameters:
+                parameter.detach().fill_(5.0)
+            optimizer.reseed()
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=draw) * (step < 5)
+        optimizer.step()
+        if step >= 5:
+            for parameter in parameters:
+                torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 5.0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"), [("bsp", "topk(density=0.1, minimum=0)"), ("collaborative(samples=9)", "dense")]
+)
+@on_ranks
+def test_what_all_ranks_set_after_they_loaded_a_checkpoint_is_the_new_start(text: str, codec: str) -> None:
+    parameter, optimizer = trained(text, codec, 1.0)
+    for step in range(5):
+        parameter.grad = torch.linspace(-1, 1, DIM) * (step + 1 + hvd.rank())
+        optimizer.step()
+    hvd.consensus(optimizer)
+    saved = optimizer.state_dict()
+    parameter, optimizer = trained(text, codec, 1.0)
+    optimizer.load_state_dict(saved)
+    parameter.detach().fill_(5.0)
+    optimizer.reseed()
+    move(parameter, optimizer, 0.0, steps=6)
+    torch.testing.assert_close(parameter.detach(), torch.full((DIM,), 5.0), rtol=0, atol=1e-6)
+
+
 @on_ranks
 def test_consensus_of_push_sum_is_the_weighted_mean_and_a_start(tmp_path: Path) -> None:
     """Columns of the matrix sum to 1, and rows do not: omega is .5 to 1.7 after some steps."""

@@ -68,6 +68,7 @@ class AtStep(When):
         self._said = terms()  # with each bucket
         self._graph_task = -1  # of the last gradient
         self._is_restored = False  # homes may know this rank with other parameters than it has
+        self._is_set_anew = False  # homes that begin with what was saved are to have the parameters
 
     @property
     def loss_scale(self) -> float:
@@ -220,14 +221,21 @@ class AtStep(When):
 
     def reseed(self) -> None:
         """Has the homes go on with the parameters as they are; what is under way is forgotten."""
-        if not self.sync.is_of(runtime()):  # else they are what it begins with
+        if self._flights:
+            self._forget_left()
+        super().reseed()
+        self._begin_anew()
+        if not (is_initialized() and self.sync.is_of(runtime())):
+            self._is_set_anew = True  # whatever homes have by then
             return
-        self.discard()
         if self._algorithm.at_homes:
             barrier(self.sync.options.process_set)  # nobody posts any more
         if self._algorithm.at_shards:
             self._reseed_homes()
         self.settled()
+
+    def _begin_anew(self) -> None:
+        """Has outer steps begin with the parameters as they are."""
 
     def _reseed_homes(self) -> None:
         """Gives its own homes this rank's parameters, or shards those of the first rank, when nobody posts."""
@@ -248,6 +256,10 @@ class AtStep(When):
             plan = self.sync.plan.agreed
             assert plan is not None
             self._clock = ShardClock(runtime().client.welcome.epoch, plan.id, 0, self._clock.in_step)
+        if self._is_set_anew and self._algorithm.at_homes:
+            self.sync.checkpoint.forget_unsent()
+            self._reseed_homes()
+        self._is_set_anew = False
 
     @property
     def _gives(self) -> bool:
@@ -271,7 +283,7 @@ class AtStep(When):
         """Gives the homes this rank's parameters, or where they were at the last exchange, where that counts."""
         for slot in self.sync.slots:
             assert slot.view is not None
-            slot.view.copy_(slot.parameter.detach() if kind == "reseed" else slot.first_value())
+            slot.view.copy_(slot.first_value())
         self._exchange(terms(kind=kind), take=False)
 
     def _exchange(self, said: wire.Ready, take: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -113,14 +113,18 @@ class LocalSteps(AtStep):
         return terms(samples=min(max(weight, 1), _MAX_WEIGHT))
 
     def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
-        if self._algorithm.at_shards:  # which weigh contributions
-            self._sent |= {slot.name: (self._taken, self._seen) for bucket in buckets for slot in bucket.slots}
+        self._note_sent(slot for bucket in buckets for slot in bucket.slots)
         contributors = None
         if self._leaves_out_joined:
             name, whose = f"{self.sync.name}.contributors", self.sync.options.process_set
             name += f".{piece}" if piece else ""
             contributors = allreduce_async(torch.ones(1), name=name, op=Sum, process_set=whose)
         return Outstanding(buckets, self._taken + self._algorithm.lag, contributors)
+
+    def _note_sent(self, slots: Iterable[Slot]) -> None:
+        """Notes that what was done before does not count in the weight of these slots' next post."""
+        if self._algorithm.at_shards:  # which weigh contributions
+            self._sent |= {slot.name: (self._taken, self._seen) for slot in slots}
 
     @property
     def _leaves_out_joined(self) -> bool:
@@ -151,6 +155,12 @@ class LocalSteps(AtStep):
                 assert slot.start is not None
                 slot.moved = slot.start - before if moved is None else slot.start - before + moved
                 slot.parameter.detach().copy_(slot.start)
+
+    def _begin_anew(self) -> None:
+        for slot in self.sync.slots:
+            slot.velocity = None
+        self._anchor(anew=True)
+        self._note_sent(self.sync.slots)
 
     def settled(self) -> None:
         self._anchor(anew=True)
