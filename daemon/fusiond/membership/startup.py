@@ -78,7 +78,8 @@ class Starting:
         self._timer = self._loop.call_later(self._settings.start_timeout, self._timed_out)
 
     def end(self) -> None:
-        """Waits for nobody any more: another formation begins."""
+        """Waits for nobody any more, and measures nothing: another formation begins, perhaps with other nodes."""
+        self._pings = None
         if self._timer is not None:
             self._timer.cancel()
 

@@ -175,3 +175,11 @@ def test_links_are_measured_once_however_often_ranks_come_back() -> None:
     world.nodes[0]._measure()
     world.run()
     assert world.messages == before + 7, "only the start itself"
+
+
+def test_a_formation_that_is_over_measures_nothing() -> None:
+    world = World(8, lambda a, b: CostModel(10e-3, 8e-9))
+    for node in world.nodes:
+        node.end()
+    world.run()
+    assert (world.messages, world.started) == (0, {})
