@@ -393,6 +393,20 @@ class Client:
         self._send(wire.StartTimeline(operation.handle, path, mark_cycles))
         return (self.wait(operation).inline or b"").decode()
 
+    def relay_port(self, node: int, port: int) -> int:
+        """Returns a port of this host's loopback that leads to a port of the loopback of a node; on that node, the port
+        itself, which others may then ask for.
+
+        Raises:
+            FusionError: there is none.
+        """
+        operation = self.channel.begin("a port")
+        self._send(wire.RelayPort(operation.handle, node, port))
+        answer = (self.wait(operation).inline or b"").decode()
+        if not answer.isdecimal():
+            raise FusionError(answer)
+        return int(answer)
+
     def stop_timeline(self) -> None:
         """Waits until the timeline's file is complete; there may be none."""
         operation = self.channel.begin("timeline")

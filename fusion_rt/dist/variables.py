@@ -1,8 +1,9 @@
 """Sets torchrun's variables in a worker that another launcher has started.
 
 `init_process_group` looks for a worker's place, and for the store where all meet, in variables that only torchrun sets.
-Under `fusionrun`, `mpirun` and `srun` the workers join their job first, and rank 0 serves the store, on a port that is
-free. In an elastic job each membership has a store of its own, and variables of its own.
+Under `fusionrun`, `mpirun` and `srun` the workers join their job first, and rank 0 serves the store, on a free port of
+its host's loopback. The daemon of each other host has a port that leads there. In an elastic job each membership has a
+store of its own, and variables of its own.
 
 The launcher does not set them: it would have to know a free port of another host, and Accelerate, Transformers and
 Lightning would take scripts that call `hvd.init()` for scripts of torchrun.
@@ -10,7 +11,6 @@ Lightning would take scripts that call `hvd.init()` for scripts of torchrun.
 
 from __future__ import annotations
 
-import errno
 import inspect
 import os
 import socket
@@ -26,12 +26,10 @@ from fusion_rt.client import Client
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.dist.failing import CollectiveError, explained, heed
 from fusion_rt.dist.membership import check_place, forget_name
-from fusion_rt.host.address import address_towards
-from fusion_rt.host.ports import listen_in
 from fusion_rt.launchers import environment
-from fusion_rt.settings import Settings
 from fusion_rt.torch.core.runtime import runtime
 
+_LOOPBACK = "127.0.0.1"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _store: TCPStore | None = None  # on rank 0: process groups come and go
 _set: Mapping[str, str] = {}  # what was set
@@ -53,14 +51,17 @@ def set_variables() -> None:
         return
     check_place()
     hvd.init()
-    address, port = hvd.broadcast_object(_serve() if hvd.rank() == 0 else None, name="fusion_rt.integrations.store")
-    place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), address, port)
-    _client = runtime().client
+    _client = client = runtime().client
+    port = _serve() if hvd.rank() == 0 else 0
+    if hvd.rank() == 0:
+        client.relay_port(client.welcome.node, port)
+    node, port = hvd.broadcast_object((client.welcome.node, port), name="fusion_rt.integrations.store")
+    place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), _LOOPBACK, client.relay_port(node, port))
     _set = dict(zip(_NAMES, map(str, place), strict=True))
     os.environ.update(_set)
-    os.environ["GROUP_RANK"] = str(runtime().client.welcome.node)
+    os.environ["GROUP_RANK"] = str(client.welcome.node)
     # All of them, rank 0 too, are clients of a store that is served already, as that of torchrun's agent is.
-    os.environ["TORCHELASTIC_RUN_ID"] = runtime().client.job
+    os.environ["TORCHELASTIC_RUN_ID"] = client.job
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
@@ -122,41 +123,15 @@ def _job() -> str | None:
     return runtime().client.job if hvd.is_initialized() else None
 
 
-def _serve() -> tuple[str, int]:
-    """Serves a store, and returns its host and port."""
+def _serve() -> int:
+    """Serves a store on loopback, and returns its port: it asks for no key, and torch's own listens everywhere."""
     global _store
-    client = runtime().client
-    # In an elastic job rank 0 moves, and that may be the address of the one before.
-    address = "" if client.is_elastic else os.environ.get("MASTER_ADDR", "")
-    if not address:
-        interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-        nodes = enumerate(zip(client.topology.hosts, client.topology.ranks, strict=True))
-        others = [host for node, (host, ranks) in nodes if ranks and node != client.welcome.node]
-        address = address_towards(others, (interface,) if interface else ()) if others else "127.0.0.1"
-    _store = listen_in(Settings.from_env().ports, lambda port: _store_at(address, port))
-    return address, _store.port
-
-
-def _store_at(address: str, port: int) -> TCPStore:
-    """Serves a store on this address alone: torch's own would listen on all interfaces, and it asks for no key."""
-    bound = _bound(address, port)
+    bound = socket.create_server((_LOOPBACK, 0))
     try:
-        number = bound.getsockname()[1]
-        store = TCPStore(address, number, is_master=True, wait_for_workers=False, master_listen_fd=bound.fileno())
+        port: int = bound.getsockname()[1]
+        _store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.fileno())
     except BaseException:
         bound.close()
         raise
     bound.detach()  # it is the store's
-    return store
-
-
-def _bound(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens on an address; on all, if this host has it only for others (behind a translation of
-    addresses)."""
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    try:
-        return socket.create_server(place[:2], family=family)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return socket.create_server(("", port))
+    return port

@@ -8,8 +8,8 @@ Every decoder refuses input that is longer than its limit before it looks at it,
 that is not a well-formed message; no other exception leaves it.
 
 `basics`, `kinds`, `operations` and `plans` define the types of fields; `local`, `peers`, `coordinator`, `views`,
-`inquiries`, `figures`, `rings`, `data` and `between_ranks` the messages; `coding` encodes and decodes them. All of it
-is used as `wire.NAME`.
+`inquiries`, `figures`, `rings`, `relayed`, `data` and `between_ranks` the messages; `coding` encodes and decodes them.
+All of it is used as `wire.NAME`.
 """
 
 from fusion_rt.wire.basics import (
@@ -110,6 +110,7 @@ from fusion_rt.wire.local import (
     Ready,
     RecallShards,
     ReceiveFrom,
+    RelayPort,
     SaveState,
     SendTo,
     StalenessRequest,
@@ -174,6 +175,7 @@ from fusion_rt.wire.plans import (
     TensorSpec,
     Tuning,
 )
+from fusion_rt.wire.relayed import MAX_RELAYED, PortNumber, Relayed, RelayOpened
 from fusion_rt.wire.rings import MAX_RING_PIECE, RingFile, RingPiece, RingPieceRequest, Rings, RingsRequest
 from fusion_rt.wire.views import (
     Canvass,
@@ -209,6 +211,7 @@ __all__ = [
     "MAX_OCCUPIED",
     "MAX_PACKET",
     "MAX_RANKS",
+    "MAX_RELAYED",
     "MAX_RING_PIECE",
     "MAX_SNAPSHOTS",
     "MAX_TEXT",
@@ -297,6 +300,7 @@ __all__ = [
     "Planned",
     "PlannedTensor",
     "Pong",
+    "PortNumber",
     "PostKind",
     "Probe",
     "Proposal",
@@ -308,6 +312,9 @@ __all__ = [
     "RecallShards",
     "ReceiveFrom",
     "Reduction",
+    "RelayOpened",
+    "RelayPort",
+    "Relayed",
     "Reopen",
     "Reopened",
     "Request",

@@ -46,6 +46,7 @@ from fusion_rt.wire.peers import (
     Start,
     Up,
 )
+from fusion_rt.wire.relayed import Relayed, RelayOpened
 from fusion_rt.wire.rings import RingPiece, RingPieceRequest, Rings, RingsRequest
 from fusion_rt.wire.views import (
     Canvass,
@@ -64,7 +65,7 @@ PeerMessage: TypeAlias = (
     | NewEpoch | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
     | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Mirrored
     | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Held | CaughtUp | Piece | RingsRequest | Rings
-    | RingPieceRequest | RingPiece
+    | RingPieceRequest | RingPiece | RelayOpened | Relayed
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit
     | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
 )  # fmt: skip

@@ -11,6 +11,7 @@ from fusion_rt.host.process_memory import OFFER_BYTES
 from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, MAX_RANKS, Count, Line, Name, PostKind, Rank, Rates, Text
 from fusion_rt.wire.operations import Address, Place, Signature
 from fusion_rt.wire.plans import Plan, Proposal
+from fusion_rt.wire.relayed import PortNumber
 from fusion_rt.wire.rings import MAX_RING_PIECE
 
 # --- worker to daemon -------------------------------------------------------------------------------------------------
@@ -295,6 +296,16 @@ class StopTimeline(msgspec.Struct, tag="no_timeline", array_like=True):
     handle: Count
 
 
+class RelayPort(msgspec.Struct, tag="relay_port", array_like=True):
+    """Asks for a port of this host's loopback that leads to `port` of the loopback of `node`. On its own node it lets
+    others do so. The result is the port, as text; a sentence if there is none.
+    """
+
+    handle: Count
+    node: Rank
+    port: PortNumber
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True):
     """A worker that waits asks whether the daemon is alive; answered with `Pong`."""
 
@@ -348,7 +359,7 @@ ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest 
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | OpenGroup | CloseGroup | Submit | SendTo | ReceiveFrom | Propose | Ready
     | AwaitsAnswers | SaveState | LoadState | RecallShards | CompressionRequest | StalenessRequest | TrafficRequest
-    | StartTimeline | StopTimeline | Ping | Bye
+    | StartTimeline | StopTimeline | RelayPort | Ping | Bye
     | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ if "hvd-first" in words:
     hvd.init()
 by_hand = next((word for word in words if word.startswith("file://")), None)
 if by_hand is None:
-    dist.init_process_group("fusion")
+    dist.init_process_group(next((word[8:] for word in words if word.startswith("backend=")), "fusion"))
 else:
     dist.init_process_group(
         "fusion", init_method=by_hand, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
@@ -37,6 +37,7 @@ if "listens" in words:
     import psutil
 
     mine = psutil.Process().net_connections(kind="inet")
+    found["master"] = os.environ["MASTER_ADDR"]
     found["listens"] = sorted({each.laddr.ip for each in mine if each.status == psutil.CONN_LISTEN})
 if "loader" in words:
     loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=4, num_workers=2)

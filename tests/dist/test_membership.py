@@ -103,6 +103,25 @@ def test_no_stranger_on_a_network_reaches_the_store_of_a_job_on_one_host(runtime
     assert (first["listens"], second["listens"]) == (["127.0.0.1"], [])
 
 
+@pytest.mark.root
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
+@pytest.mark.parametrize("backend", ["fusion", "gloo"])
+def test_the_store_of_a_job_on_two_hosts_is_reached_over_the_daemons_alone(
+    runtime_dir: Path, tmp_path: Path, backend: str
+) -> None:
+    """No worker listens on a network, and neither does a daemon but for its peers."""
+    with Netlab(hosts=2) as lab:
+        where = ",".join(f"{host.name}:2" for host in lab.hosts)
+        words = [*fusionrun(), "-np", "4", "-H", where, "--rsh-agent", "ip netns exec {host}", sys.executable, SCRIPT]
+        done = run(*words, "listens", f"backend={backend}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(done.stdout)
+    assert [each["total"] for each in found] == [10.0] * 4
+    if backend == "fusion":  # gloo's ranks listen for each other
+        assert [each["listens"] for each in found] == [["127.0.0.1"], [], [], []]
+    assert [each["master"] for each in found] == ["127.0.0.1"] * 4
+
+
 def test_workers_on_two_hosts_need_a_secret(runtime_dir: Path, tmp_path: Path) -> None:
     """They meet in the store that rank 0's torch serves."""
     secret = tmp_path / "secret"

@@ -83,7 +83,7 @@ class Daemon:
                 config,
                 settings,
                 lambda: self._formation.mesh_up(),
-                lambda node, why: self._formation.ending.peer_lost(node, why),
+                lambda node, why: self._formation.peer_lost(node, why),
                 self._trace,
             )
         timeline = TimelineController(
@@ -244,6 +244,7 @@ class Daemon:
 
     def _close(self) -> None:
         self._shell.workers.close()
+        self._formation.relayed.close()
         if self._mesh is not None:
             self._mesh.close()
         self._shell.pool.close()

@@ -36,6 +36,7 @@ from fusiond.membership.startup import Starting
 from fusiond.timeline.controller import TimelineController
 from fusiond.transport.mesh import Mesh
 from fusiond.transport.probe import LinkProbe
+from fusiond.workers.relayed_ports import RelayedPorts
 from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Formation:
         gathering = Gathering(topology, node, self.figures, self.effects.to_node, self.effects.call_later)
         directory = files.directory_of(settings.trace_root(), config.job)
         rings = RingFiles(directory, topology, node, self.effects.to_node, self.effects.call_later)
+        self.relayed = RelayedPorts(loop, node, lambda to, message: self.effects.to_node(to, message))
         self.peer_dispatch = PeerDispatch(
             topology,
             self.membership,
@@ -146,7 +148,7 @@ class Formation:
             loop,
             self.ending,
             rings.handlers(),
-            gathering.handlers(),
+            {**gathering.handlers(), **self.relayed.handlers()},
             number,
             shell.heard,
         )
@@ -161,6 +163,7 @@ class Formation:
             self.ending,
             shell.timeline,
             tools,
+            self.relayed,
             self._begin_epoch,
         )
 
@@ -189,7 +192,13 @@ class Formation:
         self.starting.end()
         self.peer_dispatch.end()
         self.worker_dispatch.end()
+        self.relayed.close()
         self.effects.end()
+
+    def peer_lost(self, node: int, why: str) -> None:
+        """Notes that a peer cannot be heard any more."""
+        self.relayed.lost(node)
+        self.ending.peer_lost(node, why)
 
     def mesh_up(self) -> None:
         """Notes that the connections to all peers stand."""

@@ -16,6 +16,7 @@ from fusiond.app.tool_dispatch import ToolDispatch
 from fusiond.membership.epoch import Membership, not_ours
 from fusiond.membership.startup import Starting
 from fusiond.timeline.controller import TimelineController
+from fusiond.workers.relayed_ports import RelayedPorts
 
 if TYPE_CHECKING:
     from fusiond.engine.engine import Engine
@@ -32,6 +33,7 @@ class WorkerDispatch:
         number: of the formation.
         links: the connections of those that have joined, by rank; kept here.
         timeline: submissions are told to it.
+        relayed: ports of other nodes.
         begin_epoch: begins a membership epoch in all parts of the daemon.
 
     Attributes:
@@ -49,6 +51,7 @@ class WorkerDispatch:
         ending: Ending,
         timeline: TimelineController,
         tools: ToolDispatch,
+        relayed: RelayedPorts,
         begin_epoch: Callable[[], None],
     ) -> None:
         self._job = config.job
@@ -61,12 +64,14 @@ class WorkerDispatch:
         self._starting = starting
         self._ending = ending
         self._timeline = timeline
+        self._relayed = relayed
         self._begin_epoch = begin_epoch
         self.handlers: dict[type[Any], Callable[..., None]] = {
             wire.Ping: lambda link, _: effects.workers.send(link, wire.Pong()),
             wire.TrafficRequest: self._tell_traffic,
             wire.StartTimeline: self._start_timeline,
             wire.StopTimeline: self._stop_timeline,
+            wire.RelayPort: self._relay_port,
             **tools.handlers(),
         }
 
@@ -134,6 +139,13 @@ class WorkerDispatch:
     def _stop_timeline(self, link: WorkerLink, message: wire.StopTimeline) -> None:
         assert link.rank is not None
         self._timeline.stop(link.rank, self._tell_why(link.rank, message.handle))
+
+    def _relay_port(self, link: WorkerLink, asked: wire.RelayPort) -> None:
+        try:
+            answer = str(self._relayed.port_for(asked.node, asked.port))
+        except OSError as error:
+            answer = f"no port of host {self._host} can lead to node {asked.node}: {error.strerror}"
+        self._effects.workers.send(link, wire.Done(asked.handle, answer.encode()))
 
     def _tell_why(self, rank: int, handle: int) -> Callable[[str], None]:
         """Returns a callback that answers a rank with the reason why something cannot be done; empty if it is done."""
