@@ -33,6 +33,7 @@ from tests.torch.sync.test_gradients import (  # noqa: F401
     test_two_optimizers_whose_models_take_turns,
 )
 from tests.torch.test_optimizer import (  # noqa: F401
+    test_buckets_are_sent_while_backward_runs,
     test_several_backward_passes_make_one_step,
     test_unused_parameters_contribute_zeros,
 )

@@ -309,6 +309,33 @@ def test_a_part_that_comes_when_the_first_has_been_sent_is_refused() -> None:
 
 
 @on_ranks
+def test_parts_of_a_gradient_are_waited_for_also_where_they_come_after_all_others_of_the_bucket() -> None:
+    """In a step after that of the plan. The first two parts come while others are missing, and the last one when all
+    others are there."""
+    first, twice, between = (torch.nn.Linear(4, 4) for _ in range(3))
+    plain = copy.deepcopy([first, twice, between])
+
+    def loss(first: torch.nn.Module, twice: torch.nn.Module, between: torch.nn.Module, again: bool) -> torch.Tensor:
+        x = between(checkpoint(twice, first(torch.ones(2, 4)), use_reentrant=True))
+        for _ in range(2 if again else 0):
+            x = checkpoint(twice, x, use_reentrant=True)
+        return x.square().sum()
+
+    parameters = [[*first.parameters()], [*twice.parameters(), *between.parameters()]]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for group in parameters for p in group], lr=0.0), groups=parameters
+    )
+    for again in (False, True, True):
+        optimizer.zero_grad()
+        loss(first, twice, between, again).backward()
+        optimizer.step()
+    assert len(optimizer._sync.plan.buckets) == 2
+    loss(*plain, again=True).backward()  # the same on all ranks, so that it is the mean
+    for mine, other in zip((first, twice, between), plain, strict=True):
+        assert_gradients(mine, other)
+
+
+@on_ranks
 def test_graphs_of_every_kind() -> None:
     """Several roots, a graph that is kept, gradients of gradients, of some parameters only, and without `p.grad`."""
 

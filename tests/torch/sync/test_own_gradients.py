@@ -459,3 +459,35 @@ def test_a_rank_knows_how_many_of_its_contributions_shards_have_answered() -> No
         optimizer.zero_grad()
         loss_of(model, batch_of(hvd.rank(), steps)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+
+@on_ranks
+def test_parameters_that_the_script_sets_count_in_a_mean_of_parameters() -> None:
+    parameter = torch.nn.Parameter(torch.full((3,), 5.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), algorithm="local_sgd(steps=2)")
+    for step in range(4):
+        if step in (2, 3):  # after an exchange, and before the next one
+            parameter.data.fill_(hvd.rank() + step)
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert parameter.tolist() == [3 + (RANKS - 1) / 2] * 3
+
+
+@pytest.mark.parametrize("algorithm", ["bsp", "local_sgd(steps=2)"])
+@on_ranks
+def test_gradients_that_a_scaler_has_not_unscaled_are_unscaled_by_step(algorithm: str) -> None:
+    """As by torch's fused optimizers. One parameter has no gradient. The scale is a power of two."""
+
+    def trained(scaler: Any) -> list[torch.Tensor]:
+        model, unused = make_model(), torch.nn.Parameter(torch.ones(3))
+        optimizer = hvd.DistributedOptimizer(momentum([*model.parameters(), unused]), algorithm=algorithm)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch_of(hvd.rank(), step))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return list(model.parameters())
+
+    plain, scaled = (trained(torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=on)) for on in (False, True))
+    assert all(map(torch.equal, plain, scaled))

@@ -1,5 +1,6 @@
 """What single parts of the synchroniser decide, without a job: who leads after a join, what is exchanged together after
-a backward pass, in which group a shard is, and which order of buckets outlives a membership."""
+a backward pass, in which group a shard is, which order of buckets outlives a membership, and by what residuals are
+multiplied."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 from fusion_rt import wire
 from fusion_rt.torch.sync import active_plan, backward, parameters
 from fusion_rt.torch.sync.parameters import TrainedShards
+from fusion_rt.torch.sync.scales.conversion import Units
 from fusion_rt.torch.sync.when import When
 from fusiond.control.planning import make_plan
 
@@ -90,3 +92,27 @@ def test_gradients_of_another_membership_are_wanted_in_the_order_of_the_last_pla
                          (*tensors, wire.TensorSpec("d", "float32", (9, 3), sparse=1))), 128, {0: 1.0},
     )  # fmt: skip
     assert active_plan._order_of(sparse) == ()
+
+
+def test_the_residual_of_a_parameter_whose_rate_is_0_stays_what_it_is() -> None:
+    """Its neighbour's is multiplied by old / new."""
+
+    class Rates:
+        def __init__(self) -> None:
+            self.now = {"falls": 0.1, "waits": 0.1}
+
+        def group_rates(self) -> list[float]:
+            return list(self.now.values())
+
+        def rates(self) -> dict[str, float]:
+            return self.now
+
+    trained = Rates()
+    units = Units(trained, wire.Reduction(), SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+    slots = [SimpleNamespace(name=name) for name in trained.now]
+    units.begin()
+    assert units.factors(slots) == ()
+    trained.now = {"falls": 0.05, "waits": 0.0}
+    units.begin()
+    assert units.factors(slots) == (2.0, 1.0)
+    assert units.factors(slots) == (), "daemons are told once"
