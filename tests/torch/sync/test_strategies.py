@@ -16,6 +16,7 @@ from fusion_rt import wire
 from fusion_rt.torch.sync import active_plan, backward, parameters
 from fusion_rt.torch.sync.parameters import TrainedShards
 from fusion_rt.torch.sync.scales.conversion import Units
+from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.when import When
 from fusiond.control.planning import make_plan
 
@@ -116,3 +117,17 @@ def test_the_residual_of_a_parameter_whose_rate_is_0_stays_what_it_is() -> None:
     units.begin()
     assert units.factors(slots) == (2.0, 1.0)
     assert units.factors(slots) == (), "daemons are told once"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "expected"), [([7, 1, 2], [1, 2, 7]), ([1, 7], [1, 7]), ([7], [7]), ([1, 2], [1, 2])], ids=str
+)
+def test_the_hook_of_a_gradient_comes_after_all_others_unless_it_was_taken_off(
+    hooks: list[int], expected: list[int]
+) -> None:
+    slot: Any = object.__new__(Slot)
+    slot._adds = torch._C._current_autograd_node()  # which is that of the parameter
+    numbered = dict.fromkeys(hooks)
+    slot._last = SimpleNamespace(hooks_dict_ref=lambda: numbered, id=7)
+    slot.come_last()
+    assert list(numbered) == expected
