@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -33,7 +34,6 @@ IMPORTED = (
 )
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch imports our backend with itself, unless this says no
 _END_S = 20.0  # for what was killed to be gone
-_POLL_S = 0.05
 _NO_TESTS = 5  # exit status of pytest: those that were chosen are there no more
 
 
@@ -298,15 +298,14 @@ def _serve() -> None:
 
 
 def _wait(pid: int, limit: float) -> int | None:
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            with contextlib.suppress(ProcessLookupError):  # it has left nobody
-                os.killpg(pid, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(_POLL_S)
-    os.killpg(pid, signal.SIGKILL)
+    process = os.pidfd_open(pid)
+    ended = select.select([process], [], [], limit)[0]
+    os.close(process)
+    status = os.waitpid(pid, 0)[1] if ended else None
+    with contextlib.suppress(ProcessLookupError):  # it has left nobody
+        os.killpg(pid, signal.SIGKILL)
+    if status is not None:
+        return os.waitstatus_to_exitcode(status)
     os.waitpid(pid, 0)
     return None
 
