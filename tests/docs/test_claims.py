@@ -24,6 +24,7 @@ from fusion_rt.settings import KNOBS, Settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
+    "SECURITY.md",
     "docs/algorithms.md",
     "docs/compression.md",
     "docs/ddp-hooks.md",
