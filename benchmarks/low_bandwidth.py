@@ -103,7 +103,7 @@ METHODS = {
     "streaming DiLoCo": Method(f"diloco({OUTER}, {STREAMS})", turn=ROUND),
     "streaming DiLoCo, int4": Method(f"diloco({OUTER}, {STREAMS})", "int4", ROUND),
     "streaming DiLoCo, int2": Method(f"diloco({OUTER}, {STREAMS})", "int2", ROUND),
-    DECOUPLED: Method(f"decoupled({OUTER}, fragments=4, mix=0.25, grace=0.1)", turn=ROUND),
+    DECOUPLED: Method(f"decoupled(steps={ROUND}, fragments=4, mix=0.25, grace=0.1)", turn=ROUND),
     "NoLoCo": Method(f"noloco(steps={ROUND}, outer_rate=0.7, outer_momentum=0.5)", turn=ROUND),
     "SparseLoCo": Method(f"sparseloco(steps={ROUND})", turn=ROUND),
     "SparseLoCo, 8 steps": Method("sparseloco(steps=8)", turn=8),

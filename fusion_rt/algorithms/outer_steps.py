@@ -128,7 +128,11 @@ class SparseLoCo(DiLoCo):
 class Decoupled(OuterFragments):
     """Decoupled DiLoCo (Douillard et al., arXiv 2604.21428): learners post how much they have moved, and go on; the
     home of each bucket takes an outer step when `quorum` of them have posted, with the mean weighted by samples and by
-    samples a step, and a learner takes what comes of it when it is there.
+    samples a step, times their share of all learners; and a learner takes what comes of it when it is there.
+
+    What is posted is old when it counts, by an outer step and more. So `outer_momentum` is smaller than that of DiLoCo,
+    with which a quadratic loss diverges: all in all the home moves by outer_rate / (1 - outer_momentum), which is 1, of
+    what the learners do.
 
     `quorum`: 0 stands for more than half of the ranks. `grace`: the home then waits for the others, for this share of
     the usual time between two outer steps.
@@ -139,6 +143,7 @@ class Decoupled(OuterFragments):
     apply = Apply.ADOPTED
     waits_for_answers = False
     steps: int = 100
+    outer_momentum: float = 0.3
     delay: int = 1
     quorum: int = 0
     grace: float = 0.0

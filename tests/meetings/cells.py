@@ -30,7 +30,7 @@ ALGORITHMS = {
         "ea_wild(steps=2)", "dpsgd", "adpsgd(topology='bipartite')", "sgp", "choco", "local_sgd(steps=2)",
         "diloco(steps=2, outer_momentum=0.5)",
         "diloco(steps=2, outer_momentum=0.5, fragments=2, delay=1, mix=0.25)",
-        "decoupled(steps=2, outer_rate=0.4, outer_momentum=0.3)", "noloco(steps=2)",
+        "decoupled(steps=2)", "noloco(steps=2)",
     )
 }  # fmt: skip
 CODECS = {

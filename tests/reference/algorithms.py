@@ -718,7 +718,8 @@ def decoupled_diloco(
 
     Douillard et al. 2604.21428. A learner whose step `period` divides posts Delta = start - theta with the weight
     samples * samples / steps of what it has done since it last posted, unless that is not answered yet. When `quorum`
-    of them have posted, the syncer takes an outer step (as in `diloco`) with the weighted mean. Who has contributed
+    of them have posted, the syncer takes an outer step (as in `diloco`) with the weighted mean, times quorum / ranks
+    (the paper's deltas are against the syncer's own parameters, and need no factor). Who has contributed
     goes on meanwhile; after its next step it takes the outcome in place of what it has posted, theta_p: theta = theta -
     theta_p + mixing theta_p + (1 - mixing) outcome. `samples(rank, step)` is how many a step has seen.
     """
@@ -742,7 +743,8 @@ def decoupled_diloco(
             run.taken.append(rank)
             if len(slot) == quorum:
                 total = sum(weight for _, weight in slot.values())
-                delta = summed([change * (weight / total) for _, (change, weight) in sorted(slot.items())])
+                parts = [change * (weight / total) for _, (change, weight) in sorted(slot.items())]
+                delta = summed(parts) * (quorum / ranks)
                 velocity = outer_momentum * velocity + delta
                 home = home - outer_rate * (delta + outer_momentum * velocity)
                 answers.update(dict.fromkeys(slot, home))

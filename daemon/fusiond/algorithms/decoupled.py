@@ -21,6 +21,8 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
     """An outer step of SGD with Nesterov momentum on the weighted mean of the changes that have come, once there is a
     quorum and the grace window is over, or all who are expected have posted (arXiv 2604.21428).
 
+    The mean of k of n learners counts k/n: all that they do is posted, so that there are n/k times as many steps.
+
     Contributions are answered with what the step has come to. Their senders do not wait for that; so each home decides
     alone, and nobody who is slow or lost is waited for, unless the quorum cannot do without. A sender that does wait,
     as before a checkpoint, gets a step without a quorum before long.
@@ -78,7 +80,8 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
         kind = home.dtype.storage.type
         home.scratch.pop("window", None)
         parts = [part for _, part in sorted(home.slots.pop(0).items())]
-        total = math.fsum(part.samples for part in parts)
+        learners = home.present | {part.rank for part in parts}
+        total = math.fsum(part.samples for part in parts) * len(learners) / len(parts)
         change: Array = np.zeros(home.elements, home.dtype.storage)
         for part in parts:
             change += part.values * kind(part.samples / total)

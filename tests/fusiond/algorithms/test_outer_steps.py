@@ -106,7 +106,7 @@ def test_the_grace_window_is_a_share_of_the_usual_time_between_outer_steps() -> 
     before = workers.home()
     workers.job.pass_time(2)
     assert answered(workers, 0, 1, 2)
-    np.testing.assert_allclose(workers.home(), before - np.mean([1, 2, 3]))
+    np.testing.assert_allclose(workers.home(), before - 3 / 4 * np.mean([1, 2, 3]))
 
 
 def test_the_grace_window_ends_when_all_are_there() -> None:
@@ -131,7 +131,7 @@ def test_a_learner_that_is_lost_or_waits_elsewhere_is_not_waited_for() -> None:
     workers.job.submit(2, "barrier", wire.Signature("barrier"))
     workers.job.settle()
     assert answered(workers, 0, 1)
-    np.testing.assert_allclose(workers.home(), START - 1.5)
+    np.testing.assert_allclose(workers.home(), START - 2 / 3 * 1.5)  # two of three
 
 
 def awaits_answers(workers: Workers, *ranks: int) -> None:
@@ -151,7 +151,7 @@ def test_learners_that_wait_for_their_answers_get_them_at_once_if_all_others_do_
     workers.job.submit(3, "barrier", wire.Signature("barrier"))
     workers.job.settle()
     assert answered(workers, 0, 1, 2)
-    np.testing.assert_allclose(workers.home(), START - 2)
+    np.testing.assert_allclose(workers.home(), START - 3 / 4 * 2)  # three of four
 
 
 def test_a_learner_that_waits_for_its_answer_gets_it_within_a_second_without_a_quorum() -> None:

@@ -177,7 +177,7 @@ class Averaging(Local):
 
 
 class Decoupled(Local):
-    """Outer steps by each change that comes.
+    """Outer steps by each change that comes, which counts its rank's share of them all.
 
     Attributes:
         own: of each rank: parameter, momentum, the shard in the last answer that it has taken, how far it has moved
@@ -199,7 +199,7 @@ class Decoupled(Local):
         for who, one in given.items():
             self.leave_out(who, one, is_answered=True)
             _, _, start, moved, was, _ = self.own[who]
-            change = start - was - moved
+            change = (start - was - moved) * (1 / self.ranks)
             self.kept["velocity"] = MOMENTUM * self.kept["velocity"] + change
             self.value = self.value - OUTER_RATE * (change + MOMENTUM * self.kept["velocity"])
             self.own[who] = *self.own[who][:5], self.value
