@@ -303,4 +303,5 @@ class Formation:
     def identity(self) -> dict[str, object]:
         """Returns which daemon this is, and how it is, for `fusiond status`."""
         told = identity(self.config, self._shell.settings, self.membership, self.ending.failure, self._shell.began)
-        return {**told, "views": self.losses.statistics(), "links": self.starting.statistics()}
+        views, links, relayed = self.losses.statistics(), self.starting.statistics(), self.relayed.statistics()
+        return {**told, "views": views, "links": links, "relayed": relayed}
