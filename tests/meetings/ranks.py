@@ -52,6 +52,7 @@ class Real(Run):
         self.rank, self.size, self._cell = hvd.rank(), hvd.size(), cell
         self.optimizer, self.rates = cell.optimizer, cell.rates
         self.even = cell.algorithm.partition(",")[0] in EVEN
+        self._wrapped: list[Any] = []
 
     def wrap(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, passes: int = 1) -> Any:
         wrapped = hvd.DistributedOptimizer(
@@ -64,7 +65,14 @@ class Real(Run):
         )
         if self._cell.algorithm == "collaborative":
             wrapped.samples = scripts.BATCH
+        self._wrapped.append(wrapped)
         return wrapped
+
+    def leave(self) -> None:
+        """Waits for what is under way after a refusal. In the next cell of this job it would count as a wait of this
+        rank in another operation, and neighbours that are ahead would mix without it (docs/algorithms.md)."""
+        for wrapped in self._wrapped:
+            wrapped._sync.when.discard()
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -94,9 +102,11 @@ def run(cell: Cell) -> Report:
     before = hvd.compression_stats() if cell.encodes else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        rank = Real(cell)
         try:
-            training = scripts.SCRIPTS[cell.script].body(Real(cell))
+            training = scripts.SCRIPTS[cell.script].body(rank)
         except ValueError as error:
+            rank.leave()
             return Report(refused=str(error) or type(error).__name__)
         if cell.overlap != "none":
             training.optimizer.synchronize_parameters()
