@@ -79,11 +79,21 @@ class Ring(Exchange):
 
     def start(self) -> None:
         segment = self._place
-        for start in chunk_starts(self._length(segment), self._step):
-            low, high = self._range(segment, start)
-            self._send(segment, start, 0, self._partials.encode(low, self._mine[low:high]))
-        if self._once.complete:  # nothing to come: fewer elements than nodes, or none
-            self._end()
+        encoded: list[tuple[int, memoryview]] = []
+
+        def encode() -> None:
+            for start in chunk_starts(self._length(segment), self._step):
+                low, high = self._range(segment, start)
+                encoded.append((start, self._partials.encode(low, self._mine[low:high])))
+
+        def send() -> None:
+            for start, payload in encoded:
+                self._send(segment, start, 0, payload)
+            if self._once.complete:  # nothing to come: fewer elements than nodes, or none
+                self._end()
+
+        nbytes = 0 if self._partials.lossless else self._length(segment) * self._mine.itemsize  # else it is only cut
+        self.port.work(nbytes, encode, send)
 
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
         nodes, hop = self.port.nodes, chunk.hop

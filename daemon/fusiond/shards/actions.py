@@ -18,7 +18,7 @@ from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell, Wa
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import MessageCodecs, pack, unpack
+from fusiond.shards.messages import MessageCodecs, copied, pack, unpack
 from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.push_pull import PushPullClients
 
@@ -80,7 +80,7 @@ class Actions:
     def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
         """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes."""
         if self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
-            return int(step.added), 0, memoryview(step.values.tobytes())
+            return int(step.added), 0, copied(step.values)
         return self._difference(hosted, step)
 
     def _difference(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
@@ -93,7 +93,7 @@ class Actions:
         told = hosted.told.get(rank)
         if told is None or step.part.kind == "ask":  # who asks for what the home has gets every bit of it
             told = hosted.told[rank] = step.values.copy()  # another thread may be at work on the home
-            return 0, 0, memoryview(told.tobytes())
+            return 0, 0, copied(told)
         payload = self._packed(hosted, codec, step.values - told)
         told += unpack(codec, payload)
         hosted.algorithm.told(hosted.home, step.part, told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
-from fusiond.shards.messages import MessageCodecs, pack, unpack
+from fusiond.shards.messages import MessageCodecs, copied, pack, unpack
 from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.staleness import Meters
 
@@ -193,7 +193,7 @@ class PushPullClients:
             if rescale:
                 codec.scale_residual(rescale)
             if message.kind != "post" or not message.samples:  # who asks, or has no gradient, sends nothing
-                payload.append(memoryview(source.tobytes() if plain else b""))
+                payload.append(copied(source) if plain else memoryview(b""))
                 return
             if may_undo:
                 client.before = message.clock, codec.state_dict()
@@ -211,6 +211,18 @@ class PushPullClients:
 
         client.busy = True
         self._here.do(message.plan, encode, source.nbytes, send)
+
+    def copied(self, client: PushPullClient, posted: Contribution, then: Callable[[Contribution], None]) -> None:
+        """Copies the seed of a home on this node, so that the worker may have its arena back, and calls `then`."""
+        copies: list[Array] = []
+
+        def seed() -> None:
+            client.busy = False
+            then(replace(posted, values=copies[0]))
+            self.seeded(client, posted)
+
+        client.busy = True
+        self._here.do(client.plan.plan.id, lambda: copies.append(posted.values.copy()), posted.values.nbytes, seed)
 
     def opened(self, client: PushPullClient) -> BucketCodec:
         """Opens the codec of a client's contributions, which every rank rounds by draws of its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from fusion_rt import wire
@@ -139,8 +138,7 @@ class ParameterService:
         if node != self._here.node:
             self._clients.send(client, posted, node)
         elif posted.kind == "seed":
-            self._server.arrived(client.home_address, replace(posted, values=posted.values.copy()))
-            self._clients.seeded(client, posted)
+            self._clients.copied(client, posted, partial(self._server.arrived, client.home_address))
         else:
             self._server.arrived(client.home_address, posted)
 

@@ -1,0 +1,123 @@
+"""The event loop touches no bucket as a whole: all that grows with a bucket is done by threads, copies included.
+
+Memory is watched that is allocated in the loop, since a copy, a conversion and an encoded bucket take some. Chunks do
+not count, which are small.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusion_rt import codecs
+from tests.fusiond.algorithms.training import Workers
+from tests.fusiond.simulation import Node, SimulatedJob
+
+ELEMENTS = 3 << 19  # of two buckets, of 2 and 4 MiB: more than is worked on at once
+LARGE = 1 << 20  # bytes, as is worked on at once
+AT_HOMES = [
+    "bsp",
+    "asp",
+    "ssp",
+    "softsync",
+    "dc_asgd",
+    "partial",
+    "easgd",
+    "dpsgd",
+    "sgp",
+    "adpsgd",
+    "noloco",
+    "decoupled",
+]
+
+
+class Watch:
+    """Watches the calls of engines that are the event loop's.
+
+    Attributes:
+        found: names of calls that took much memory, and the MiB.
+    """
+
+    def __init__(self, job: SimulatedJob) -> None:
+        self.found: list[str] = []
+        self._depth = 0
+        for node in job.nodes:
+            engine: Any = node.engine
+            for name in ("peer_message", "ready", "propose", "tick"):
+                setattr(engine, name, self._watched(name, getattr(engine, name)))
+            node.run_jobs = self._run_jobs(node)  # type: ignore[method-assign]
+
+    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any) -> Any:
+            with self._segment(f"{name} {arguments[1] if name == 'peer_message' else ''}"[:60]):
+                return call(*arguments)
+
+        return watched
+
+    @contextmanager
+    def _segment(self, name: str) -> Iterator[None]:
+        if self._depth:
+            yield
+            return
+        self._depth += 1
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if (taken := tracemalloc.get_traced_memory()[1] - before) > LARGE:
+                self.found.append(f"{name}: {taken / 2**20:.1f} MiB")
+
+    def _run_jobs(self, node: Node) -> Callable[..., None]:
+        run_jobs = node.run_jobs
+
+        def run(jobs: Any, then: Callable[..., None]) -> None:
+            run_jobs(jobs, self._watched(f"then of {getattr(then, 'func', then)}", then))
+
+        return run
+
+
+def train(algorithm: str, codec: str) -> list[str]:
+    """Returns what the event loops of two nodes have done in three steps, the plan and the seeds included."""
+    tracemalloc.start()
+    try:
+        chunk = 1 << 16 if algorithm == "allreduce" else 1 << 23  # messages to homes are put together as they come
+        job = SimulatedJob([1, 1], fusion_threshold=1 << 22, chunk_bytes=chunk, window_bytes=4 * chunk)
+        watch = Watch(job)
+        workers = Workers([1, 1], algorithm, np.zeros(ELEMENTS, np.float32), 0.1, codec=codec, job=job)
+        random = np.random.default_rng(0)
+        for _ in range(3):
+            for rank in job.ranks:
+                workers.post(rank, random.random(ELEMENTS, np.float32), settle=False)
+            job.settle()
+            for rank in workers.answered():
+                workers.collect(rank)
+        return watch.found
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("codec", sorted(codecs.CODECS))
+def test_steps_of_all_reduces_are_made_by_threads(codec: str) -> None:
+    assert train("allreduce", codec) == []
+
+
+@pytest.mark.parametrize("algorithm", AT_HOMES)
+def test_steps_at_homes_are_made_by_threads(algorithm: str) -> None:
+    assert train(algorithm, "dense") == []
+
+
+def test_what_the_loop_copies_is_found() -> None:
+    tracemalloc.start()
+    try:
+        watch = Watch(SimulatedJob([1, 1]))
+        watch._watched("copy", lambda: np.zeros(ELEMENTS, np.float32).copy())()
+        assert watch.found == ["copy : 12.0 MiB"]
+    finally:
+        tracemalloc.stop()
