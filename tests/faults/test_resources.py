@@ -221,7 +221,7 @@ def check_a_snapshot_that_did_not_fit(
 
 def test_a_snapshot_beyond_the_limit_of_files_is_a_warning_and_the_one_before_stays(tmp_path: Path) -> None:
     workers = snapshots(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.snapshot*")}
     assert before
     with limited(resource.RLIMIT_FSIZE, 4096):
         take(workers)
@@ -238,7 +238,7 @@ def test_a_snapshot_on_a_full_disk_is_a_warning_and_the_one_before_stays(tmp_pat
         pytest.skip(f"no file system can be mounted here: {mount.stderr.strip()}")
     try:
         workers = snapshots(tmp_path)
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        before = {path.name: path.read_bytes() for path in tmp_path.glob("*.snapshot*")}
         with contextlib.suppress(OSError), open(tmp_path / "filler", "wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
