@@ -246,10 +246,12 @@ def collect_model(parameters: int, codec: str, algorithm: str, steps: int) -> Re
 
 def runs(codecs: str, algorithms: str) -> list[tuple[str, str]]:
     """Returns the pairs of codec and algorithm that are measured: `A+C` is algorithm A with codec C."""
+    from fusion_rt import algorithms as algorithms_by_name
+
     found = [(codec, "allreduce") for codec in codecs.split(",") if codec]
     for one in algorithms.split(";"):
         algorithm, _, codec = one.partition("+")
-        found += [(codec or "dense", algorithm)] if algorithm else []
+        found += [(codec or algorithms_by_name.parse(algorithm).codec or "dense", algorithm)] if algorithm else []
     return found
 
 

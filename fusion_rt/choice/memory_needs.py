@@ -30,7 +30,8 @@ class Needs:
     Attributes:
         worker: of one worker: its parameters, gradients, what the algorithm keeps beside them, and its arena, which the
             daemon has mapped, too. Without the state of the script's optimizer, and activations.
-        daemon: of one daemon, what codecs and homes remember; besides `SCRATCH_NBYTES` and `DAEMON_NBYTES`.
+        daemon: of one daemon, the memory of codecs and homes, and messages to and from homes under way; besides
+            `SCRATCH_NBYTES` and `DAEMON_NBYTES`.
     """
 
     worker: float
@@ -62,9 +63,10 @@ def _daemon(algorithm: Algorithm, codec: Codec, nodes: int, workers: int, ranks:
         return 0.0
     if not algorithm.at_homes:
         return codec.memory()
+    messages = 2.0 * workers  # to homes and from them, of all buckets at once
     state = optimizer if algorithm.steps_at_home else 0.0
     copies = algorithm.home_copies(ranks) + state
     if algorithm.at_shards:  # each node has its share of them, and the contributions of a clock that others have sent
         told = 0.0 if codec.lossless else 2.0 * ranks
-        return (copies + told + ranks - workers) / nodes + workers * codec.memory()
-    return workers * (copies + codec.memory())
+        return (copies + told + ranks - workers) / nodes + workers * codec.memory() + messages
+    return workers * (copies + codec.memory()) + messages
