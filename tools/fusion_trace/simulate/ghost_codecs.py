@@ -20,6 +20,7 @@ from fusion_rt.codecs.base import Array, Layout, Span
 from fusion_rt.codecs.factoring import FactoringBucketCodec, FactoringCodec
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules
+from fusion_rt.core.errors import FusionError
 from fusion_trace.simulate.ghosts import F32, Spend, payload, values
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs
 
@@ -194,7 +195,13 @@ def wire_nbytes(text: str, bucket: Bucket, costs: Costs) -> int:
 
 
 def real_layout(bucket: Bucket) -> Layout:
-    """Returns the layout of a bucket as the daemon has it, with tensors."""
+    """Returns the layout of a bucket as the daemon has it, with tensors.
+
+    Raises:
+        FusionError: the tensors that were recorded do not fit into it.
+    """
+    if sum(map(math.prod, bucket.shapes)) > bucket.elements:
+        raise FusionError(f"a bucket of {bucket.elements} elements has larger tensors in this trace: it is damaged")
     spans, at = [], 0
     for number, shape in enumerate(bucket.shapes):
         spans.append(Span(f"tensor{number}", at, math.prod(shape), shape))
