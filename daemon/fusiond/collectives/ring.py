@@ -92,7 +92,8 @@ class Ring(Exchange):
             if self._once.complete:  # nothing to come: fewer elements than nodes, or none
                 self._end()
 
-        nbytes = 0 if self._partials.lossless else self._length(segment) * self._mine.itemsize  # else it is only cut
+        # Elements as they are need no pass over memory.
+        nbytes = 0 if self._partials.lossless else self._length(segment) * self._reducer.partial.itemsize
         self.port.work(nbytes, encode, send)
 
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
