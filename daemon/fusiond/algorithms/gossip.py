@@ -248,7 +248,8 @@ class Choco(Gossip[algorithms.Choco]):
         name = _copy_of(home.rank)
         if name not in home.aux:
             home.aux[name] = home.copy(home.value)
-            return Send(receivers, "whole", home.aux[name], clock, payload=memoryview(home.aux[name].tobytes()))
+            own = home.copy(home.value).view(np.uint8)  # while `tobytes` copies, no other thread does anything
+            return Send(receivers, "whole", home.aux[name], clock, payload=own.data)
         payload, told = home.tell(home.value - home.aux[name])
         home.aux[name] += told
         return Send(receivers, "mix", told, clock, payload=payload)

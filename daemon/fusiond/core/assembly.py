@@ -1,45 +1,41 @@
-"""Bytes that come in pieces, in any order, put together: messages to homes, and those from one rank to another."""
+"""Bytes that come in pieces, in any order: messages to homes, and those from one rank to another."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from fusion_rt.core.errors import WireError
-from fusiond.core.contribution import Array
 
 
 class BytesInPieces:
-    """Memory into which all of its bytes come, each once.
-
-    Args:
-        what: it is, for errors.
-        memory: theirs (uint8, 1-D).
+    """Bytes of which each comes once, as seen from where their pieces begin and end.
 
     Attributes:
         missing: number of bytes that have not come.
+
+    Args:
+        what: they are, for errors.
+        nbytes: how many.
     """
 
-    def __init__(self, what: str, memory: Array) -> None:
-        self.missing = len(memory)
+    def __init__(self, what: str, nbytes: int) -> None:
+        self.missing = nbytes
         self._what = what
-        self._memory = memory
+        self._nbytes = nbytes
         self._ends: dict[int, int] = {}  # of each piece, by its start
 
-    def add(self, start: int, payload: memoryview) -> bool:
-        """Takes a piece. Returns whether all bytes are there.
+    def add(self, start: int, nbytes: int) -> bool:
+        """Notes a piece. Returns whether all bytes are there.
 
         Raises:
             WireError: the piece is empty, too long, came before, or overlaps others.
         """
-        end = start + len(payload)
-        if start in self._ends or not start < end <= len(self._memory) or len(payload) > self.missing:
+        end = start + nbytes
+        if start in self._ends or not start < end <= self._nbytes or nbytes > self.missing:
             raise WireError(
-                f"bytes {start} to {end} of {self._what} do not fit the others: it has {len(self._memory)}, of which "
+                f"bytes {start} to {end} of {self._what} do not fit the others: it has {self._nbytes}, of which "
                 f"{self.missing} are missing"
             )
         self._ends[start] = end
-        self._memory[start:end] = np.frombuffer(payload, np.uint8)
-        self.missing -= len(payload)
+        self.missing -= nbytes
         if not self.missing and not self._is_whole():
             raise WireError(f"pieces of {self._what} overlap")
         return not self.missing
@@ -49,4 +45,4 @@ class BytesInPieces:
         end = 0
         while end in self._ends:
             end = self._ends[end]
-        return end == len(self._memory)
+        return end == self._nbytes

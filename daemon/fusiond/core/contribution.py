@@ -50,7 +50,7 @@ class Contribution:
         rates: learning rate of each parameter group.
         samples: how many samples it comes from; 0: it has no gradient, and `values` says nothing.
         weight: push-sum weight.
-        payload: the encoded values, of one that came from another node.
+        payload: the encoded values, of one that came from another node and is not decoded yet: pieces, in order.
         arrived: when it came to its home (s).
         signature, splits, receives: of a tensor outside a plan, as submitted.
         rescale: factor of each tensor's residual, applied first.
@@ -70,7 +70,7 @@ class Contribution:
     rates: tuple[float, ...] = ()
     samples: int = 1
     weight: float = 1.0
-    payload: memoryview | None = None
+    payload: list[memoryview] | None = None
     arrived: float = 0.0
     signature: wire.Signature = _BARRIER
     splits: tuple[int, ...] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from fusion_rt import wire
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
@@ -23,6 +25,7 @@ class _Incoming:
 
     message: Message
     assembly: BytesInPieces
+    memory: Array
     port: FlowPort
 
 
@@ -74,7 +77,7 @@ class Transfers:
             self._received(message)
             return
         port = self._port(message.key, (message.node, self._context.node), lambda: None)
-        self._incoming[message.key] = _Incoming(message, BytesInPieces(message.key.in_words, memory), port)
+        self._incoming[message.key] = _Incoming(message, BytesInPieces(message.key.in_words, len(memory)), memory, port)
 
     def forget(self, key: OpKey) -> None:
         """A message is given up: what still comes of it is dropped."""
@@ -97,7 +100,8 @@ class Transfers:
         if found is None or found.message.node != node:
             self.dropped += 1
             return
-        is_whole = found.assembly.add(chunk.start, payload)
+        is_whole = found.assembly.add(chunk.start, len(payload))
+        found.memory[chunk.start : chunk.start + len(payload)] = np.frombuffer(payload, np.uint8)
         name, clock = chunk.key.name, chunk.key.clock
         self._context.trace.record(Kind.TAKEN, name, len(payload), clock, 0, 0, node)
         found.port.consumed(_SOURCE, len(payload))

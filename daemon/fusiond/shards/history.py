@@ -19,13 +19,13 @@ class ToMirror(NamedTuple):
 
     Attributes:
         clock: `Home.clock` after it.
-        payload: the image, or the values of the change.
+        payloads: the image, or the values of the change, in pieces, until they are joined.
         rates, samples, rank: of the change.
     """
 
     kind: Literal["image", "update"]
     clock: int
-    payload: memoryview
+    payloads: list[memoryview]
     rates: tuple[float, ...] = ()
     samples: int = 1
     rank: int = 0
@@ -55,13 +55,13 @@ class ShardHistory:
             # A mean is nobody else's; what came from a worker lies in its arena, or in a message.
             values: Array = part.values if part.values.flags.owndata else part.values.copy()
             payload = values.view(np.uint8).data if part.samples else memoryview(b"")
-            self._outbox.append(ToMirror("update", part.clock + 1, payload, part.rates, part.samples, part.rank))
+            self._outbox.append(ToMirror("update", part.clock + 1, [payload], part.rates, part.samples, part.rank))
 
     def tell_all(self) -> None:
         """Has the mirror told all that the shard has, which was set to something else than the last change's result."""
         self._before = None
         if self._outbox is not None:
-            self._outbox.append(ToMirror("image", self.home.clock, image_of(self.home)))
+            self._outbox.append(ToMirror("image", self.home.clock, [image_of(self.home)]))
 
     def state_at(self, clock: int) -> dict[str, Array] | None:
         """Returns copies of what the shard had when all contributions before a clock counted, and no other ones; None

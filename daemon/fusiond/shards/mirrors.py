@@ -29,6 +29,7 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.shards.history import ToMirror, state_of
 from fusiond.shards.hosted_home import begin
+from fusiond.shards.messages import joined
 from fusiond.shards.node import ThisNode
 
 _MAX_EARLY = 1024  # messages of a shard that may come before others
@@ -99,14 +100,15 @@ class Mirror:
     def _change(self) -> None:
         told, self._open = self._open, None
         if told is not None:
-            values = np.require(np.frombuffer(told.payload, self._home.dtype.storage), requirements="A")
+            values = np.require(np.frombuffer(joined(told.payloads), self._home.dtype.storage), requirements="A")
             part = Contribution(told.rank, values, rates=told.rates, samples=told.samples)
             self._plan.home_algorithm.change(self._home, part)
             self._home.clock = told.clock
 
     def _begin(self, told: ToMirror) -> None:
         of = f"the image of bucket {self.bucket.index}"
-        state = {key: value.copy() for key, value in array_codec.read(np.frombuffer(told.payload, np.uint8)).items()}
+        image = np.frombuffer(joined(told.payloads), np.uint8)
+        state = {key: value.copy() for key, value in array_codec.read(image).items()}
         value = state.pop("value", None)
         if value is None or value.shape != (self._home.elements,) or value.dtype != self._home.dtype.storage:
             raise WireError(f"{of} does not have its {self._home.elements} elements")
@@ -147,8 +149,8 @@ class Mirrors:
         """The job cannot go on."""
         self._mirrors.clear()
 
-    def came(self, node: int, message: wire.Piece, payload: memoryview) -> None:
-        """A message of a shard on another node has come. Raises `WireError` if no shard would send it."""
+    def came(self, node: int, message: wire.Piece, payloads: list[memoryview]) -> None:
+        """A message of a shard on another node has come, in pieces. Raises `WireError` if no shard would send it."""
         mirror = self._mirrors[message.plan, message.bucket]
         number = message.clock
         if not mirror.received < number <= mirror.received + _MAX_EARLY or number in mirror.early:
@@ -157,7 +159,7 @@ class Mirrors:
             )
         rank = mirror.position(message.rank)
         kind: Literal["image", "update"] = "image" if message.kind == "image" else "update"
-        told = ToMirror(kind, message.version, payload, message.rates, message.samples, rank)
+        told = ToMirror(kind, message.version, payloads, message.rates, message.samples, rank)
         mirror.early[number] = told
         before = mirror.received
         while (following := mirror.early.pop(mirror.received + 1, None)) is not None:

@@ -15,7 +15,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
-from fusiond.shards.messages import MessageCodecs, copied, pack, unpack
+from fusiond.shards.messages import MessageCodecs, copied, joined, pack, unpack
 from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.staleness import Meters
 
@@ -250,8 +250,8 @@ class PushPullClients:
         post = None if client is None else client.post
         return None if post is None else post.values
 
-    def came(self, message: wire.Piece, payload: memoryview) -> None:
-        """An answer of a home on another node has come."""
+    def came(self, message: wire.Piece, payloads: list[memoryview]) -> None:
+        """An answer of a home on another node has come, in these pieces."""
         client = self._waiting(message)
         if client is None or client.post is None or client.busy:
             return  # it has failed in the meantime; or it is a second answer
@@ -262,6 +262,7 @@ class PushPullClients:
         decoder = (self._codecs.decoder if message.notes[1] else self._codecs.plain)(client.plan, client.bucket)
 
         def decode() -> None:
+            payload = joined(payloads)
             name = f"bucket {message.bucket}"
             self._here.trace.record(Kind.DECODE_BEGIN, name, len(payload), message.clock, message.plan)
             np.copyto(place, unpack(decoder, payload))

@@ -7,7 +7,6 @@ import math
 from collections import deque
 from typing import get_args
 
-import numpy as np
 from msgspec.structs import replace
 
 from fusion_rt import wire
@@ -29,23 +28,25 @@ _HEADER = 4096  # bytes of a tensor's entries in it, besides
 
 
 class PartialMessage:
-    """A message whose pieces come in any order. It is as large as the first piece says, which was checked, and takes
-    memory for what has come."""
+    """A message whose pieces come in any order. It is as large as the first piece says, which was checked. The pieces
+    stay where they came: who takes the message in puts them together (`joined`), on a thread."""
 
     def __init__(self, message: wire.Piece) -> None:
         self._message = replace(message, start=0)
-        self._buffer = np.empty(message.nbytes, np.uint8)  # whose pages are there once they are written
-        self._assembly = BytesInPieces(_in_words(message), self._buffer)
+        self._assembly = BytesInPieces(_in_words(message), message.nbytes)
+        self._payloads: dict[int, memoryview] = {}  # by their starts
 
-    def add(self, piece: wire.Piece, payload: memoryview) -> memoryview | None:
-        """Takes a piece. Returns the message when it is whole.
+    def add(self, piece: wire.Piece, payload: memoryview) -> list[memoryview] | None:
+        """Takes a piece. Returns all of them, in order, when the message is whole.
 
         Raises:
             WireError: the piece is of another message, empty, too long, came before, or overlaps others.
         """
         if replace(piece, start=0) != self._message:
             raise WireError(f"a piece of {_in_words(piece)} does not fit the others, which say something else of it")
-        return self._buffer.data if self._assembly.add(piece.start, payload) else None
+        is_whole = self._assembly.add(piece.start, len(payload))
+        self._payloads[piece.start] = payload
+        return [self._payloads[start] for start in sorted(self._payloads)] if is_whole else None
 
 
 class Reassembly:
@@ -80,18 +81,18 @@ class Reassembly:
         early, self._early, self._early_bytes = self._early, deque(), 0
         return early
 
-    def add(self, node: int, state: PlanState, piece: wire.Piece, payload: memoryview) -> memoryview | None:
-        """Takes a piece. Returns the payload of its message when that is whole.
+    def add(self, node: int, state: PlanState, piece: wire.Piece, payload: memoryview) -> list[memoryview] | None:
+        """Takes a piece. Returns the payloads of its message, in order, when that is whole.
 
         Raises:
             WireError: there can be no such message.
         """
         _check(self._here, self._codecs, node, state, piece)
         if not piece.start and len(payload) == piece.nbytes:
-            return payload
+            return [payload]
         return self._add_part(node, state, piece, payload)
 
-    def _add_part(self, node: int, state: PlanState, piece: wire.Piece, payload: memoryview) -> memoryview | None:
+    def _add_part(self, node: int, state: PlanState, piece: wire.Piece, payload: memoryview) -> list[memoryview] | None:
         key = (node, piece.plan, piece.bucket, piece.home, piece.rank, piece.kind, piece.clock)
         assembly = self._assemblies.get(key)
         if assembly is None:

@@ -26,7 +26,7 @@ from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.actions import Actions
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import MessageCodecs, unpack
+from fusiond.shards.messages import MessageCodecs, joined, unpack
 from fusiond.shards.mirrors import mirror_of
 from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
@@ -114,15 +114,15 @@ class HomeServer:
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
-    def came(self, message: wire.Piece, payload: memoryview) -> None:
-        """A message has come from a peer. Raises `WireError` if too many wait."""
+    def came(self, message: wire.Piece, payloads: list[memoryview]) -> None:
+        """A message has come from a peer, in pieces. Raises `WireError` if too many wait."""
         hosted = self._homes[message.plan, message.bucket, message.home]
         if len(hosted.waiting) > hosted.most_waiting:
             raise WireError(f"too many messages wait at the home of bucket {message.bucket}")
         part = Contribution(
             hosted.ranks.index(message.rank), NO_VALUES, kind=message.kind, clock=message.clock,
             version=message.version, rates=message.rates, samples=message.samples, weight=message.weight,
-            payload=payload, arrived=self._here.outside.clock(),
+            payload=payloads, arrived=self._here.outside.clock(),
         )  # fmt: skip
         self.arrived((message.plan, message.bucket, message.home), part)
 
@@ -198,7 +198,7 @@ class HomeServer:
                 self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, one.kind, -1, hosted.ranks[one.rank],
                 hosted.sent, one.clock, 0, 0, one.rates, one.samples,
             )  # fmt: skip
-            self._here.send(mirror, message, one.payload)
+            self._here.send(mirror, message, joined(one.payloads))
 
     def mirrored(self, node: int, message: wire.Mirrored) -> None:
         """A mirror has all that it was told up to a number. Raises `WireError` if it cannot say so."""
@@ -226,7 +226,7 @@ class HomeServer:
         """Gives a part to the algorithm, and prepares what follows, on a thread of the kernel pool."""
         home, position = hosted.home, part.rank
         if part.payload is not None:
-            part.values = self._decoded(hosted, part, part.payload)
+            part.values, part.payload = self._decoded(hosted, part, joined(part.payload)), None
         if part.kind == "has":
             return self._actions.heard(hosted, part)
         if part.kind in ("ask", "reseed"):
@@ -275,7 +275,7 @@ class HomeServer:
 
     def _seed(self, hosted: HostedHome, part: Contribution) -> list[Act]:
         if hosted.home.value is None:  # else loaded before, which counts more
-            hosted.begin(part.values if part.payload is None else self._plain(hosted, part.payload))
+            hosted.begin(part.values if part.payload is None else self._plain(hosted, joined(part.payload)))
             hosted.was_set()
         return []
 

@@ -15,7 +15,7 @@ from fusiond.operations.context import Context
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
 from fusiond.shards.kept_shards import KeptPlan, KeptShards
-from fusiond.shards.messages import MessageCodecs
+from fusiond.shards.messages import MessageCodecs, joined
 from fusiond.shards.mirrors import Mirrors
 from fusiond.shards.node import ThisNode
 from fusiond.shards.occupied import Occupied, Operations
@@ -165,7 +165,7 @@ class ParameterService:
         if whole is None:
             return
         if piece.kind == "refused":
-            self._clients.refused(piece, bytes(whole).decode(errors="replace"))
+            self._clients.refused(piece, bytes(joined(whole)).decode(errors="replace"))
         elif piece.kind == "answer":
             self._clients.came(piece, whole)
         elif piece.kind in ("image", "update"):

@@ -87,7 +87,7 @@ def train(algorithm: str, codec: str) -> list[str]:
     """Returns what the event loops of two nodes have done in three steps, the plan and the seeds included."""
     tracemalloc.start()
     try:
-        chunk = 1 << 16 if algorithm == "allreduce" else 1 << 23  # messages to homes are put together as they come
+        chunk = 1 << 16
         job = SimulatedJob([1, 1], fusion_threshold=1 << 22, chunk_bytes=chunk, window_bytes=4 * chunk)
         watch = Watch(job)
         workers = Workers([1, 1], algorithm, np.zeros(ELEMENTS, np.float32), 0.1, codec=codec, job=job)

@@ -404,7 +404,7 @@ def test_an_image_that_no_shard_has_is_refused_and_nothing_is_known_then(image: 
     found = [mirror for node in workers.job.nodes for mirror in node.engine.homes._mirrors.of(workers.plan.id)]
     mirror = next(mirror for mirror in found if mirror.bucket.numel == 8)
     with pytest.raises(FusionError, match=why):
-        mirror.take(ToMirror("image", 0, image))
+        mirror.take(ToMirror("image", 0, [image]))
     assert mirror.state_at(ALL) is None
 
 
