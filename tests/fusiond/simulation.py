@@ -13,7 +13,7 @@ import math
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.core.errors import WireError
+from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.topology import ProcessSet, Topology
 from fusion_rt.host.process_memory import Process
 from fusion_rt.kernels.ordinary import Operand, Remote
@@ -369,6 +369,24 @@ class SimulatedJob:
             plans.append(message.plan)
         assert plans == plans[:1] * self.size
         return plans[0]
+
+    def saved_homes(self, plan: wire.Plan) -> list[dict[str, Array]]:
+        """Returns what each node saves of a plan's homes."""
+        found: list[dict[str, Array]] = [{} for _ in self.nodes]
+        errors: list[BaseException | None] = []
+        for node, into in zip(self.nodes, found, strict=True):
+            node.engine.homes.save(plan.id, into, errors.append)
+        self.settle()
+        assert errors == [None] * len(self.nodes)
+        return found
+
+    def load_homes(self, node: int, state: Mapping[str, Array], group: str = "opt") -> None:
+        """Loads a state of homes on a node. Raises the error that its daemon answers with."""
+        errors: list[FusionError | None] = []
+        self.nodes[node].engine.homes.load(0, group, state, errors.append)
+        self.settle()
+        if (error := errors.pop()) is not None:
+            raise error
 
     def add_plan_memory(self, plan: wire.Plan) -> list[Array]:
         """Adds every rank's segment for a plan; returns their bytes."""

@@ -128,19 +128,18 @@ class _Homes:
         return workers
 
     @property
-    def _owner(self) -> Any:
-        """The engine of a node that has a home."""
-        return next(node.engine for node in self._workers.job.nodes if node.engine.homes.save(self._workers.plan.id))
+    def _owner(self) -> int:
+        """The first node that has a home."""
+        states = self._workers.job.saved_homes(self._workers.plan)
+        return next(node for node, state in enumerate(states) if state)
 
     def seeds(self) -> list[bytes]:
-        return [_packed(self._owner.homes.save(self._workers.plan.id))]
+        return [_packed(self._workers.job.saved_homes(self._workers.plan)[self._owner])]
 
     def restore(self, data: bytes) -> bool:
         arrays = array_codec.read(np.frombuffer(data, np.uint8))
-        engine, plan = self._owner, self._workers.plan
-        engine.homes.load(plan.process_set, plan.group, arrays)
         try:
-            self._workers.job.settle()
+            self._workers.job.load_homes(self._owner, arrays, self._workers.plan.group)
         except AssertionError:
             # An optimizer looks at its state when the home is free; if it cannot use it, the job ends with a sentence.
             failures = [node.failure for node in self._workers.job.nodes if node.failure]

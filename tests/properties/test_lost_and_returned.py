@@ -77,7 +77,7 @@ def formed(text: str, codec: str, xs: Sequence[Array], homes: dict[str, carried.
             if home == node.node and homes:
                 state |= carried.home_state(bucket, len(xs), homes, values)
         if state:
-            node.engine.homes.load(0, "opt", state)
+            workers.job.load_homes(node.node, state)
     workers.job.settle()
     if homes and workers.spec.signal is algorithms.Signal.GRADIENT:
         for rank in workers.job.ranks:
@@ -87,7 +87,7 @@ def formed(text: str, codec: str, xs: Sequence[Array], homes: dict[str, carried.
 
 def homes_of(workers: Workers) -> dict[str, carried.Arrays]:
     """What the mirrors of all shards have of them."""
-    saved = (node.engine.homes.save(workers.plan.id) for node in workers.job.nodes)
+    saved = workers.job.saved_homes(workers.plan)
     return carried.united([carried.collect(state, workers.plan).homes for state in saved])
 
 
@@ -205,7 +205,7 @@ def test_ranks_that_are_left_and_one_that_returns_go_on_with_outer_steps(text: s
                     for bucket, home in zip(learners.workers.plan.buckets, learners.workers.plan.homes, strict=True):
                         if home == node.node:
                             state |= carried.home_state(bucket, count, homes, values)
-                    node.engine.homes.load(0, "opt", state)
+                    learners.workers.job.load_homes(node.node, state)
                 learners.workers.job.settle()
             for _ in range(60):
                 learners.step(*range(count))

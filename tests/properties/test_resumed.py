@@ -64,10 +64,6 @@ def trained(workers: Workers, steps: range) -> None:
         workers.job.pass_time(1)
 
 
-def saved(workers: Workers) -> list[dict[str, Array]]:
-    return [node.engine.homes.save(workers.plan.id) for node in workers.job.nodes]
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_job_that_loads_a_checkpoint_goes_on_bit_by_bit(algorithm: str) -> None:
     """With some of the codecs, others for each algorithm."""
@@ -91,9 +87,8 @@ def goes_on(algorithm: str, fitting: Sequence[str]) -> None:
         at_rest = [rank for rank in whole.job.ranks if not first.waits(rank)]
         if len(at_rest) < whole.job.size:  # a checkpoint is taken when nothing is awaited
             continue
-        for node, state in zip(second.job.nodes, saved(first), strict=True):
-            node.engine.homes.load(0, "opt", state)
-        second.job.settle()
+        for node, state in enumerate(first.job.saved_homes(first.plan)):
+            second.job.load_homes(node, state)
         second.x, second.clocks = [x.copy() for x in first.x], list(first.clocks)
         if second.spec.at_shards and second.spec.signal is not algorithms.Signal.PARAMETER:
             for rank in second.job.ranks:

@@ -68,13 +68,21 @@ class CodecService:
         if not self._may_touch_state(rank, asked):
             return
         plan = self._plans.plan_of(asked.process_set, asked.group)
-        self._homes.when_quiet(plan, lambda: self._save(rank, asked, {} if asked.common else self._homes.save(plan)))
+        of_homes: State = {}
 
-    def _save(self, rank: int, asked: wire.SaveState, of_homes: State) -> None:
         def collect() -> State:
             return self._plans.save(asked.process_set, asked.group, asked.common) | of_homes
 
-        self._answer(rank, asked, collect)
+        def saved(error: BaseException | None) -> None:
+            if error is None:
+                self._answer(rank, asked, collect)
+            else:
+                self._not_saved(rank, asked, error)
+
+        if asked.common:
+            self._homes.when_quiet(plan, partial(saved, None))
+        else:
+            self._homes.save(plan, of_homes, saved)
 
     def recall(self, rank: int, asked: wire.RecallShards) -> None:
         """A worker asks for what shards had when the formation before ended."""
@@ -91,7 +99,7 @@ class CodecService:
 
         def answer(error: BaseException | None) -> None:
             if error is not None:
-                self._refuse(rank, asked.handle, f"the state of {asked.group!r} cannot be saved: {error}")
+                self._not_saved(rank, asked, error)
                 return
             segment = result[0].segment
             inline = result[0].array.tobytes() if segment is None else None
@@ -102,6 +110,9 @@ class CodecService:
 
         # Nothing of the plan begins here before the rank that waits for the answer is ready for it.
         self._outside.run_jobs([collect], answer)
+
+    def _not_saved(self, rank: int, asked: wire.SaveState | wire.RecallShards, error: BaseException) -> None:
+        self._refuse(rank, asked.handle, f"the state of {asked.group!r} cannot be saved: {error}")
 
     def load_state(self, rank: int, given: wire.LoadState, data: Array) -> None:
         """A worker gives that back (uint8). With nothing in it, all that codecs have not sent is forgotten."""
@@ -123,13 +134,20 @@ class CodecService:
                 if error is not None:
                     raise error
                 if of_homes and not given.common:
-                    self._homes.load(given.process_set, given.group, of_homes)
-                elif not state and not given.common:
+                    self._homes.load(given.process_set, given.group, of_homes, answer)
+                    return
+                if not state and not given.common:
                     self._homes.forget_unsent(given.process_set, given.group)
             except FusionError as why:
-                self._not_loaded(rank, given, why)
+                answer(why)
             else:
+                answer(None)
+
+        def answer(why: FusionError | None) -> None:
+            if why is None:
                 self._outside.to_worker(rank, wire.Done(given.handle))
+            else:
+                self._not_loaded(rank, given, why)
 
         # The worker waits for the answer, so no step of the plan begins here before.
         self._work.do(0, [load], len(data), loaded)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -56,7 +57,7 @@ class SnapshotFiles:
             raise SnapshotError(f"the snapshots in {self._directory} cannot be read: {error.strerror}") from error
         return tuple(sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name))))
 
-    def write(self, plan: wire.Plan, number: int, state: dict[str, Array], keep: int) -> None:
+    def write(self, plan: wire.Plan, number: int, state: Mapping[str, Array], keep: int) -> None:
         """Writes a snapshot.
 
         Args:

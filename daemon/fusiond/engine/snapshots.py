@@ -9,12 +9,12 @@ answer they get what the homes have.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusiond.buckets.plans import Plans, PlanState
+from fusiond.collectives.base import Array
 from fusiond.core.dispatch import Handlers
 from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
 from fusiond.operations.context import Context
@@ -145,33 +145,54 @@ class Snapshots:
         if state is None:
             return  # it has been replaced
         if order.number:
-            self._homes.when_quiet(order.plan, partial(self._write, state, order))
+            self._copy(state, order)
         elif order.plan not in self._opened:
             self._load(state, order.keep)
 
     def _load(self, state: PlanState, number: int) -> None:
         """Lets the homes of a plan begin with a snapshot; 0: with none."""
         plan = state.plan
+
+        def loaded(error: FusionError | None) -> None:
+            if error is not None:
+                self._failed(f"node {self._context.node} (host {self._context.host}): {error}")
+                return
+            self._opened.add(plan.id)
+            if not number:
+                self._homes.release(plan.id)
+
         try:
             if number:
-                self._homes.load(plan.process_set, plan.group, self._files.read(plan, number))
+                self._homes.load(plan.process_set, plan.group, self._files.read(plan, number), loaded)
+            else:
+                loaded(None)
         except FusionError as error:
-            self._failed(f"node {self._context.node} (host {self._context.host}): {error}")
-            return
-        self._opened.add(plan.id)
-        if not number:
-            self._homes.release(plan.id)
+            loaded(error)
 
-    def _write(self, state: PlanState, order: wire.SnapshotOrder) -> None:
-        """Writes what the homes of a plan here have, beside the event loop."""
-        plan, outside = state.plan, self._context.outside
-        if plan.id in self._under_way:
+    def _copy(self, state: PlanState, order: wire.SnapshotOrder) -> None:
+        """Copies what the homes of a plan here have, and writes it, beside the event loop."""
+        plan = state.plan.id
+        if plan in self._under_way:
             return  # the first node is another one than before, and does not know
-        saved = {key: value for key, value in self._homes.save(plan.id).items() if key.startswith("home:")}
-        begun = [key.removesuffix("version") for key in saved if key.endswith(":-1:version")]
-        if any(f"{shard}value" not in saved for shard in begun):  # the first rank's parameters have not come yet
-            self._tell(state, self._held[plan.id][self._context.node])
-            return
+        self._under_way.add(plan)
+        saved: dict[str, Array] = {}
+
+        def copied(error: BaseException | None) -> None:
+            if error is not None:
+                self._context.outside.warn(f"no snapshot is written: {error}")
+            homes = {key: value for key, value in saved.items() if key.startswith("home:")}
+            begun = [key.removesuffix("version") for key in homes if key.endswith(":-1:version")]
+            if error is None and all(f"{shard}value" in homes for shard in begun):
+                self._write(state, order, homes)
+                return  # else the first rank's parameters have not come yet
+            self._under_way.discard(plan)
+            self._tell(state, self._held.get(plan, {}).get(self._context.node, ()))
+
+        self._homes.save(plan, saved, copied)
+
+    def _write(self, state: PlanState, order: wire.SnapshotOrder, saved: Mapping[str, Array]) -> None:
+        """Writes a snapshot of a plan."""
+        plan, outside = state.plan, self._context.outside
         path = self._files.path(plan, order.number)
         numbers = [order.keep] if order.keep else []
 
@@ -192,7 +213,6 @@ class Snapshots:
                     "training goes on, and no other one is begun before that"
                 )
 
-        self._under_way.add(plan.id)
         outside.call_later(SLOW_S, look)
         outside.run_on_files(write, written)
 

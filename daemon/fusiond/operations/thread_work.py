@@ -31,6 +31,7 @@ class ThreadWork:
         self.resume: Callable[[int], None] = lambda plan: None
         self._run_jobs = run_jobs
         self._under_way: Counter[int] = Counter()
+        self._held: dict[int, list[Callable[[], None]]] = {}  # jobs that wait for one that is `alone`, by plan
         self._quiet: list[tuple[int, Act]] = []  # plan, and what is to be done when no job of it is under way
         self._all_quiet: list[Act] = []
 
@@ -43,6 +44,27 @@ class ThreadWork:
             then: gets the exception that a job raised. What it begins counts as under way without a gap.
         """
         self._under_way[plan] += 1
+        if plan in self._held:
+            self._held[plan].append(partial(self._run, plan, jobs, nbytes, then))
+        else:
+            self._run(plan, jobs, nbytes, then)
+
+    def alone(self, plan: int, job: Job, nbytes: float, then: Callable[[BaseException | None], None]) -> None:
+        """Runs a job as `do` does, when no other one of the plan is under way. Those that come meanwhile begin after
+        `then`, but count as under way."""
+        assert not self._under_way[plan], "to be called when the plan is quiet"
+        self._under_way[plan] += 1
+        held = self._held[plan] = []
+
+        def over(error: BaseException | None) -> None:
+            del self._held[plan]
+            then(error)
+            for begin in held:
+                begin()
+
+        self._run(plan, [job], nbytes, over)
+
+    def _run(self, plan: int, jobs: Sequence[Job], nbytes: float, then: Callable[[BaseException | None], None]) -> None:
         if jobs and nbytes > INLINE_WORK:
             self._run_jobs(jobs, partial(self._done, plan, then))
             return
@@ -95,5 +117,5 @@ class ThreadWork:
         if asked:
             self._quiet = [quiet for quiet in self._quiet if quiet[0] != plan]
             for act in asked:
-                act()
+                self.when_quiet(plan, act)  # one of them may begin something that the others wait for
             self.resume(plan)

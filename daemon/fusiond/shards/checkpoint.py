@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,23 +41,33 @@ class Checkpoints:
         self._codecs = codecs
         self._loaded: dict[tuple[int, str], dict[str, Array]] = {}  # by process set and group
 
-    def save(self, plan: int) -> dict[str, Array]:
-        """Returns copies of the state of a plan's homes, and of what its workers have not sent. The keys begin with
-        `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
-        state: dict[str, Array] = {}
-        for hosted in self._server:
-            if hosted.plan.plan.id == plan:
-                prefix = f"home:{hosted.bucket.index}:{hosted.home.rank}"
-                state |= {f"{prefix}:{key}": value for key, value in _home_state(hosted).items()}
-        for client in self._clients:
-            if client.plan.plan.id == plan:
-                prefix = f"sender:{client.bucket.index}:{client.rank}"
-                state |= {f"{prefix}:{key}": value for key, value in _client_state(client).items()}
-        return state
+    def save(self, plan: int, into: dict[str, Array], then: Callable[[BaseException | None], None]) -> None:
+        """Has a thread copy the state of a plan's homes, and what its workers have not sent. No thread may be at work
+        for the plan now; none will be before all is copied.
 
-    def keep(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
-        """Keeps a loaded state for the next plan of a group."""
-        self._loaded[process_set, group] = {key: value.copy() for key, value in state.items()}
+        Args:
+            into: gets the copies. The keys begin with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`.
+            then: gets the exception if that fails.
+        """
+        homes = [hosted for hosted in self._server if hosted.plan.plan.id == plan]
+        clients = [client for client in self._clients if client.plan.plan.id == plan]
+
+        def copy() -> None:
+            for hosted in homes:
+                prefix = f"home:{hosted.bucket.index}:{hosted.home.rank}"
+                into.update((f"{prefix}:{key}", value) for key, value in _home_state(hosted).items())
+            for client in clients:
+                prefix = f"sender:{client.bucket.index}:{client.rank}"
+                into.update((f"{prefix}:{key}", value) for key, value in _client_state(client).items())
+
+        if homes or clients:
+            self._server.at_all(plan, homes, copy, then)
+        else:
+            then(None)
+
+    def keep(self, process_set: int, group: str, state: dict[str, Array]) -> None:
+        """Keeps a loaded state, which changes no more, for the next plan of a group."""
+        self._loaded[process_set, group] = state
 
     def begin(self, plan: PlanState) -> None:
         """Loads the state kept for a plan into it, as it becomes active. Raises what `restore` does."""
@@ -70,7 +80,7 @@ class Checkpoints:
         self._loaded = {key: state for key, state in self._loaded.items() if key[0] != process_set}
 
     def restore(self, plan: PlanState, state: Mapping[str, Array]) -> None:
-        """Loads a saved state into an active plan.
+        """Loads a saved state, whose arrays become those of homes, into an active plan.
 
         Raises:
             FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
@@ -83,7 +93,7 @@ class Checkpoints:
             if kind == "home" and hosted is not None:
                 _check_home(hosted, entries)
                 of_codecs = self._codecs_of(hosted, entries)
-                homes.append((hosted, {key: value.copy() for key, value in entries.items()}, of_codecs))
+                homes.append((hosted, entries, of_codecs))
             elif kind == "sender" and client is not None:
                 clients.append((client, *self._checked(client, entries)))
             else:

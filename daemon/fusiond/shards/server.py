@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,11 +182,33 @@ class HomeServer:
             else:
                 for act in acts:
                     act()
-            while hosted.later and not hosted.busy:
-                hosted.later.popleft()()
-            self._turn(hosted)
+            self._freed(hosted)
 
         self._here.do(hosted.plan.plan.id, lambda: acts.extend(work()), nbytes, done)
+
+    def at_all(
+        self, plan: int, homes: Sequence[HostedHome], work: Act, then: Callable[[BaseException | None], None]
+    ) -> None:
+        """Runs `work`, which reads all homes of a plan, on a thread, and `then` in the event loop. No thread may be at
+        work for the plan now; none will be meanwhile."""
+        for hosted in homes:
+            hosted.busy += 1
+
+        def done(error: BaseException | None) -> None:
+            if self._here.failure:
+                return
+            then(error)
+            for hosted in homes:
+                hosted.busy -= 1
+                self._freed(hosted)
+
+        self._here.work.alone(plan, work, math.inf, done)
+
+    def _freed(self, hosted: HostedHome) -> None:
+        """A thread has left a home."""
+        while hosted.later and not hosted.busy:
+            hosted.later.popleft()()
+        self._turn(hosted)
 
     def _tell_mirror(self, hosted: HostedHome, mirror: int | None) -> None:
         """Tells a home's mirror what a thread has done there."""

@@ -246,10 +246,15 @@ class ParameterService:
         homes."""
         self._here.work.when_quiet(plan, then)
 
-    def save(self, plan: int) -> dict[str, Array]:
-        """Returns copies of the state of a plan's homes on this node, and of what its workers have not sent. The keys
-        begin with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
-        return self._checkpoints.save(plan)
+    def save(self, plan: int, into: dict[str, Array], then: Callable[[BaseException | None], None]) -> None:
+        """Has a thread copy the state of a plan's homes on this node, and what its workers have not sent, all as of one
+        moment at which no thread is at work for the plan.
+
+        Args:
+            into: gets the copies. The keys begin with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`.
+            then: called in the event loop, with the exception if that fails.
+        """
+        self.when_quiet(plan, partial(self._checkpoints.save, plan, into, then))
 
     def recall(self, asked: wire.RecallShards, then: Callable[[Callable[[], dict[str, Array]]], None]) -> None:
         """Calls `then`, when that is possible, with what returns the shards that were kept of a formation before: to be
@@ -265,19 +270,36 @@ class ParameterService:
         if plan is not None:
             self._clients.forget_unsent(plan.plan.id)
 
-    def load(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
+    def load(
+        self, process_set: int, group: str, state: Mapping[str, Array], then: Callable[[FusionError | None], None]
+    ) -> None:
         """Loads such a state into the active plan of a group, or into its next one. A state of another optimizer fails
         the job: the thread that makes the optimizer notices it.
 
-        Raises:
-            FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
+        Args:
+            state: stays as it is until `then` is called, in the event loop. That gets an error if the state is of other
+                buckets, or damaged, or something is under way. Nothing has changed then.
         """
-        plan = self._plan_of(process_set, group)
-        if plan is None:
-            self._checkpoints.keep(process_set, group, state)
-        else:
-            self._checkpoints.restore(plan, state)
-            self.occupied.restored(plan.plan.id)
+        copies: dict[str, Array] = {}
+
+        def copied(error: BaseException | None) -> None:
+            if error is not None:
+                raise error
+            plan, refused = self._plan_of(process_set, group), None
+            try:
+                if plan is None:
+                    self._checkpoints.keep(process_set, group, copies)
+                else:
+                    self._checkpoints.restore(plan, copies)
+                    self.occupied.restored(plan.plan.id)
+            except FusionError as why:
+                refused = why
+            then(refused)
+
+        def copy() -> None:
+            copies.update((key, value.copy()) for key, value in state.items())
+
+        self._here.work.do(0, [copy], sum(value.nbytes for value in state.values()), copied)
 
     def _plan_of(self, process_set: int, group: str) -> PlanState | None:
         """Returns the active plan of a group; None if there is none."""

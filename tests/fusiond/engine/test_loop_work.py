@@ -35,6 +35,8 @@ AT_HOMES = [
     "decoupled",
 ]
 
+KEEP_NOTHING = ("dpsgd", "noloco")  # homes of these have nothing to be saved but counts
+
 
 class Watch:
     """Watches the calls of engines that are the event loop's.
@@ -74,6 +76,10 @@ class Watch:
             if (taken := tracemalloc.get_traced_memory()[1] - before) > LARGE:
                 self.found.append(f"{name}: {taken / 2**20:.1f} MiB")
 
+    def of(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
+        """Watches a call that the event loop makes."""
+        self._watched(name, call)(*arguments)
+
     def _run_jobs(self, node: Node) -> Callable[..., None]:
         run_jobs = node.run_jobs
 
@@ -83,8 +89,9 @@ class Watch:
         return run
 
 
-def train(algorithm: str, codec: str) -> list[str]:
-    """Returns what the event loops of two nodes have done in three steps, the plan and the seeds included."""
+def train(algorithm: str, codec: str, saves: bool = False) -> list[str]:
+    """Returns what the event loops of two nodes have done in three steps, the plan and the seeds included; or when
+    homes are saved and loaded after these steps, and loaded in a job that has no plan yet."""
     tracemalloc.start()
     try:
         chunk = 1 << 16
@@ -98,6 +105,23 @@ def train(algorithm: str, codec: str) -> list[str]:
             job.settle()
             for rank in workers.answered():
                 workers.collect(rank)
+        if saves:
+            watch.found.clear()
+            answers: list[object] = []
+            states: list[dict[str, Any]] = [{} for _ in job.nodes]
+            for node, state in zip(job.nodes, states, strict=True):
+                watch.of("save", node.engine.homes.save, workers.plan.id, state, answers.append)
+            job.settle()
+            assert sum(value.nbytes for state in states for value in state.values()) > 4 * ELEMENTS
+            other = SimulatedJob([1, 1])
+            watch_other = Watch(other)
+            for node, other_node, state in zip(job.nodes, other.nodes, states, strict=True):
+                watch.of("load", node.engine.homes.load, 0, workers.plan.group, state, answers.append)
+                watch_other.of("load", other_node.engine.homes.load, 0, workers.plan.group, state, answers.append)
+            job.settle()
+            other.settle()
+            assert answers == [None] * 6
+            return watch.found + watch_other.found
         return watch.found
     finally:
         tracemalloc.stop()
@@ -111,6 +135,11 @@ def test_steps_of_all_reduces_are_made_by_threads(codec: str) -> None:
 @pytest.mark.parametrize("algorithm", AT_HOMES)
 def test_steps_at_homes_are_made_by_threads(algorithm: str) -> None:
     assert train(algorithm, "dense") == []
+
+
+@pytest.mark.parametrize("algorithm", [name for name in AT_HOMES if name not in KEEP_NOTHING])
+def test_homes_are_saved_and_loaded_by_threads(algorithm: str) -> None:
+    assert train(algorithm, "dense", saves=True) == []
 
 
 def test_what_the_loop_copies_is_found() -> None:

@@ -487,12 +487,7 @@ State = Mapping[str, Array]
 
 
 def saved(workers: Workers) -> list[dict[str, Array]]:
-    found: list[dict[str, Array]] = []
-    for node in workers.job.nodes:
-        homes = node.engine.homes
-        homes.when_quiet(workers.plan.id, lambda homes=homes: found.append(homes.save(workers.plan.id)))  # type: ignore[misc]
-    workers.job.settle()
-    return found
+    return workers.job.saved_homes(workers.plan)
 
 
 def equal(first: list[dict[str, Array]], second: list[dict[str, Array]]) -> None:
@@ -529,8 +524,8 @@ def test_another_job_goes_on_from_a_state(
     job = SimulatedJob([2, 2])
 
     def load() -> None:
-        for node, of in zip(job.nodes, state, strict=True):
-            node.engine.homes.load(0, "opt", of)
+        for node, of in enumerate(state):
+            job.load_homes(node, of)
 
     if early:
         load()
@@ -584,14 +579,13 @@ def test_a_state_that_is_damaged_changes_nothing(change: object, why: str) -> No
     train(workers, range(2), (0, 1))
     before = saved(workers)
     with pytest.raises(FusionError, match=why):
-        homes_of(workers, 0).load(0, "opt", change(before[0]))  # type: ignore[operator]
-    workers.job.settle()
+        workers.job.load_homes(0, change(before[0]))  # type: ignore[operator]
     equal(saved(workers), before)
 
 
 def test_a_state_of_another_job_that_was_loaded_before_the_plan_is_warned_of() -> None:
     job = SimulatedJob([1, 1])
-    job.nodes[0].engine.homes.load(0, "opt", {"home:9:-1:value": np.zeros(1)})
+    job.load_homes(0, {"home:9:-1:value": np.zeros(1)})
     workers = Workers([1, 1], "asp", START, RATE, job=job)
     assert any("its homes start without: the saved state is of another job" in text for text in job.warnings)
     assert (workers.home() == START).all()
@@ -601,7 +595,7 @@ def test_a_state_of_another_optimizer_fails_the_job_with_a_sentence() -> None:
     first = Workers([1, 1], "asp", START, RATE, ADAM)
     train(first, range(2), (0, 1))
     second = Workers([1, 1], "asp", START, RATE)
-    homes_of(second, 0).load(0, "opt", saved(first)[0])
+    homes_of(second, 0).load(0, "opt", saved(first)[0], lambda error: None)
     for _ in range(100):
         second.job.step()
     assert "of another optimizer than this job's" in second.job.nodes[0].failure
@@ -618,6 +612,28 @@ def test_a_state_is_saved_when_threads_have_finished_and_before_more_is_taken_in
     assert not versions
     workers.job.settle()
     assert versions == [[1, 1]]
+    assert [hosted.home.version for hosted in boxes_of(workers, 0)] == [2, 2]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("algorithm", ["hogwild", "asp"])
+def test_nothing_is_taken_in_while_homes_are_copied(algorithm: str, seed: int) -> None:
+    start = np.zeros(100_000, np.float32)
+    workers = Workers([2, 0], algorithm, start, RATE, seed=seed)
+    found: dict[str, Array] = {}
+    answers: list[object] = []
+    homes = homes_of(workers, 0)
+    workers.post(0, start + 1, settle=False)
+    for _ in range(2):  # the second waits for the first
+        homes.save(workers.plan.id, found, answers.append)
+    workers.post(1, start + 1, settle=False)
+    workers.job.settle()
+    assert answers == [None, None]
+    assert [found[key].tolist() for key in found if key.endswith(":version")] == [[1], [1]]
+    values = [found[key] for key in found if key.endswith(":value")]
+    assert sum(map(len, values)) >= len(start)
+    first = 33_333  # elements of each bucket's first tensor; padding follows it
+    assert all((value[:first] == np.float32(-RATE)).all() for value in values)
     assert [hosted.home.version for hosted in boxes_of(workers, 0)] == [2, 2]
 
 

@@ -145,10 +145,9 @@ def test_a_restored_training_goes_on_bit_by_bit(ranks: int, codec: str, algorith
         pytest.skip("choco has to have a codec that selects")
     first = workers_of(ranks, algorithm, codec)
     train(first, range(4))
-    state = [node.engine.homes.save(first.plan.id) for node in first.job.nodes]
     job = SimulatedJob(LAYOUTS[ranks])
-    for node, of in zip(job.nodes, state, strict=True):
-        node.engine.homes.load(0, "opt", of)
+    for node, state in enumerate(first.job.saved_homes(first.plan)):
+        job.load_homes(node, state)
     second = workers_of(ranks, algorithm, codec, job)
     second.x = [x.copy() for x in first.x]
     if algorithms.parse(algorithm).at_shards:
