@@ -85,11 +85,15 @@ def test_the_oldest_are_overwritten_and_counted(recorder: Recorder) -> None:
 
 
 def test_a_number_that_has_no_place_is_cut_off_and_nothing_raises(recorder: Recorder) -> None:
-    recorder.record(Kind.CLOCK, "x", 1 << 80, -1, 1 << 40, 1 << 33, peer=1 << 20)
-    recorder.record(Kind.CLOCK, "x", -(1 << 80), extra=-5)
-    first, second = ring_reader.read(recorder.path).records
-    assert (first["value"], first["extra"], first["peer"]) == ((1 << 63) - 1, (1 << 32) - 1, NOBODY)
-    assert (second["value"], second["extra"]) == (-(1 << 63), 0)
+    recorder.record(Kind.CLOCK, "x", 7, 3, 1 << 40, 1 << 33, peer=1 << 20)
+    recorder.record(Kind.CLOCK, "x", -7, extra=-5)
+    recorder.record(Kind.CLOCK, "x", 1 << 80, -1)
+    recorder.record(Kind.CLOCK, "x", -(1 << 80))
+    ring = ring_reader.read(recorder.path)
+    first, second = ring.records  # the reader believes no time of nine years
+    assert (first["value"], first["extra"], first["peer"]) == (7, (1 << 32) - 1, NOBODY)
+    assert (second["value"], second["extra"]) == (-7, 0)
+    assert "2 records" in ring.problems[0]
 
 
 def test_names_are_bounded_and_those_without_room_are_counted(recorder: Recorder) -> None:

@@ -240,7 +240,7 @@ def header_of(data: bytes, path: str) -> Header:
         lost_names=lost_names,
         machine=machine.hex() if any(machine) else "",
         processors=processors / 1000,
-        command=shown(whole[COMMAND_AT + 2 :][:command_nbytes]),
+        command=shown(b" ".join(whole[COMMAND_AT + 2 :][:command_nbytes].split())),  # scripts have lines
     )
 
 
