@@ -166,10 +166,11 @@ def cut_off_one_way(job: ElasticJob, chooser: random.Random) -> Iterator[list[Wo
 def kill_newcomer(job: ElasticJob, chooser: random.Random) -> Iterator[list[WorkerState]]:
     """Kills a worker, and the next one in its place while that gets the state."""
     victim, there = _one(job, chooser), job.present()
+    second = job.come(victim.place) + 2
     with _dies_at_sync(job, chooser, victim.place):
         _kill(job, [victim])
         yield [one for one in there if one is not victim]
-        _wait_for_two(job, victim)
+        job.wait(lambda: job.come(victim.place) >= second, WHOLE_S, "the newcomer after a newcomer")
     job.note_failure(victim)
 
 
@@ -194,18 +195,6 @@ def _dies_at_sync(job: ElasticJob, chooser: random.Random, place: str) -> Iterat
         yield
     finally:
         job.revoke(place, "die")
-
-
-def _wait_for_two(job: ElasticJob, victim: WorkerState) -> None:
-    """Waits until a second worker has come after this one."""
-    newcomers: set[int] = set()
-
-    def have_come() -> bool:
-        with contextlib.suppress(KeyError):
-            newcomers.add(job.current[victim.place].pid)
-        return len(newcomers - {victim.pid}) > 1
-
-    job.wait(have_come, WHOLE_S, "the newcomer after a newcomer")
 
 
 Loss = Callable[[ElasticJob, random.Random], contextlib.AbstractContextManager[list[WorkerState]]]

@@ -154,6 +154,10 @@ class ElasticJob:
             known.rank, known.size, known.epoch = note["rank"], note["size"], note["epoch"]
         known.ended = known.ended or note["what"] == "ends"
 
+    def come(self, place: str) -> int:
+        """Returns how many workers there have been in a place so far."""
+        return sum(one.place == place for one in self._known.values())
+
     def describe(self) -> str:
         """Describes the workers and what the job has said, for messages."""
         workers = [
