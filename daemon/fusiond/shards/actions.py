@@ -80,7 +80,7 @@ class Actions:
     def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
         """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes."""
         if self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
-            return int(step.added), 0, copied(step.values)
+            return int(step.added), 0, hosted.copy_of(step.values)
         return self._difference(hosted, step)
 
     def _difference(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.history import ShardHistory, ToMirror
+from fusiond.shards.messages import copied
 
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
 
@@ -67,6 +69,7 @@ class HostedHome:
     mirror: int | None = None
     history: ShardHistory | None = None
     outbox: deque[ToMirror] = field(default_factory=deque)
+    _copied: tuple[int, weakref.ref[Array]] | None = None  # the last copy of the value, and of which version it is
     sent: int = 0
     mirrored: int = 0
     held: deque[tuple[int, list[Act]]] = field(default_factory=deque)
@@ -126,8 +129,21 @@ class HostedHome:
             self.joins += 1
         self.was_set()
 
+    def copy_of(self, values: Array) -> memoryview:
+        """Returns the bytes of what the home answers, in memory of their own. Ranks that are told the same version of
+        its value share them."""
+        home, before = self.home, self._copied
+        if values is not home.value:
+            return copied(values)
+        if before is not None and before[0] == home.version and (copy := before[1]()) is not None:
+            return copy.data
+        version, bytes_of_value = home.version, copied(values)
+        self._copied = version, weakref.ref(cast(Array, bytes_of_value.obj))
+        return bytes_of_value
+
     def was_set(self) -> None:
         """Notes that the home has another value, or its optimizer another state, than its last update has left."""
+        self._copied = None
         if self.history is not None:
             self.history.tell_all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -615,20 +616,44 @@ def test_a_state_is_saved_when_threads_have_finished_and_before_more_is_taken_in
     assert [hosted.home.version for hosted in boxes_of(workers, 0)] == [2, 2]
 
 
+@pytest.mark.parametrize(("algorithm", "copies"), [("bsp", 1), ("partial(backup=0)", 1), ("asp", 3)])
+def test_ranks_that_are_told_the_same_share_a_copy_of_it(algorithm: str, copies: int) -> None:
+    start = np.zeros(1000, np.float32)
+    workers = Workers([1, 3], algorithm, start, RATE)
+    answers: dict[int, list[object]] = {}
+    for node in workers.job.nodes:
+
+        def send(to: int, piece: wire.Piece, payload: memoryview, *, through: Any = node.send_piece) -> None:
+            if piece.kind == "answer" and len(payload):
+                answers.setdefault(piece.bucket, []).append(payload.obj)
+            through(to, piece, payload)
+
+        node.send_piece = send  # type: ignore[assignment, method-assign]
+    for rank in workers.job.ranks:
+        workers.post(rank, start + rank)
+    workers.job.settle()
+    at_first = [bucket for bucket, home in enumerate(workers.plan.homes) if home == 0]
+    assert at_first
+    for bucket in at_first:
+        assert len(answers[bucket]) == 3
+        assert len({id(copy) for copy in answers[bucket]}) == copies
+
+
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("algorithm", ["hogwild", "asp"])
-def test_nothing_is_taken_in_while_homes_are_copied(algorithm: str, seed: int) -> None:
+def test_nothing_is_taken_in_while_homes_are_copied(algorithm: str, copies: int, seed: int) -> None:
     start = np.zeros(100_000, np.float32)
     workers = Workers([2, 0], algorithm, start, RATE, seed=seed)
     found: dict[str, Array] = {}
     answers: list[object] = []
     homes = homes_of(workers, 0)
     workers.post(0, start + 1, settle=False)
-    for _ in range(2):  # the second waits for the first
+    for _ in range(copies):  # the second waits for the first
         homes.save(workers.plan.id, found, answers.append)
     workers.post(1, start + 1, settle=False)
     workers.job.settle()
-    assert answers == [None, None]
+    assert answers == [None] * copies
     assert [found[key].tolist() for key in found if key.endswith(":version")] == [[1], [1]]
     values = [found[key] for key in found if key.endswith(":value")]
     assert sum(map(len, values)) >= len(start)
