@@ -38,6 +38,7 @@ class Snapshots:
         self._held: dict[int, dict[int, tuple[int, ...]]] = {}  # numbers that nodes have, by plan and node
         self._unwritten: dict[int, set[int]] = {}  # nodes that have not written what was ordered, by plan
         self._under_way: set[int] = set()  # plans of which a file is being written here
+        self._loading: set[int] = set()  # plans whose homes are being given what they begin with
         self._opened: set[int] = set()  # plans whose homes have what they begin with
 
     def handlers(self) -> Handlers:
@@ -152,22 +153,31 @@ class Snapshots:
     def _load(self, state: PlanState, number: int) -> None:
         """Lets the homes of a plan begin with a snapshot; 0: with none."""
         plan = state.plan
-
-        def loaded(error: FusionError | None) -> None:
-            if error is not None:
-                self._failed(f"node {self._context.node} (host {self._context.host}): {error}")
-                return
+        if not number:
             self._opened.add(plan.id)
-            if not number:
-                self._homes.release(plan.id)
+            self._homes.release(plan.id)
+            return
+        if plan.id in self._loading:
+            return
+        self._loading.add(plan.id)
+        found: dict[str, Array] = {}
 
-        try:
-            if number:
-                self._homes.load(plan.process_set, plan.group, self._files.read(plan, number), loaded)
+        def loaded(error: BaseException | None) -> None:
+            self._loading.discard(plan.id)
+            if error is None:
+                self._opened.add(plan.id)
+            elif isinstance(error, FusionError):
+                self._failed(f"node {self._context.node} (host {self._context.host}): {error}")
             else:
-                loaded(None)
-        except FusionError as error:
-            loaded(error)
+                raise error
+
+        def read(error: BaseException | None) -> None:
+            if error is None:
+                self._homes.load(plan.process_set, plan.group, found, loaded)
+            else:
+                loaded(error)
+
+        self._context.outside.run_on_files(lambda: found.update(self._files.read(plan, number)), read)
 
     def _copy(self, state: PlanState, order: wire.SnapshotOrder) -> None:
         """Copies what the homes of a plan here have, and writes it, beside the event loop."""

@@ -53,6 +53,25 @@ def test_a_new_job_goes_on_from_the_snapshot_bit_by_bit(tmp_path: Path) -> None:
     assert (rest.x[0] == whole.x[0]).all()
 
 
+def test_a_snapshot_is_read_beside_the_event_loop(tmp_path: Path) -> None:
+    first = train(tmp_path, range(10), restore=False)
+    take(first)
+    job = SimulatedJob((1, 1), snapshot_directory=str(tmp_path), snapshot_restore=True)
+    job.files_answer = False
+    second = Workers((1, 1), "asp", START, RATE, ADAM, job=job)
+    second.post(0, np.ones(DIM))
+    assert len(job.waiting_for_files) == 2, "one for each node"
+    assert second.answered() == []
+    job.files_answer = True
+    for begin in job.waiting_for_files:
+        begin()
+    job.settle()
+    first.post(0, np.ones(DIM))
+    for workers in (first, second):
+        workers.collect(0)
+    assert (second.home() == first.home()).all()
+
+
 def numbers(directory: Path, node: int) -> list[int]:
     """Returns the numbers of a node's snapshots."""
     return sorted(int(path.name.split(".")[2]) for path in directory.glob(f"*.node{node}.*.snapshot"))
