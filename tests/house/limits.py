@@ -13,7 +13,8 @@ _FILE = Path(__file__).with_name("limits.json")
 
 
 def measured() -> dict[str, float]:
-    """Returns all figures, by names that say what is counted."""
+    """Returns all figures, by names that say what is counted: of the source, and of a step, which differ a little from
+    run to run, because a busy machine takes other ways now and then."""
     way = {f"{what} that run in a synchronous step": number for what, number in steady_step("allreduce").items()}
     return {**figures(), **way}
 

@@ -7,12 +7,18 @@ import ast
 import pytest
 
 from tests.house import figures, limits
+from tests.house.steady_step import steady_step
 
 
-def test_no_figure_is_above_its_limit() -> None:
-    found = limits.measured()
-    wrong = limits.above(found, limits.limits())
+def test_no_figure_of_the_source_is_above_its_limit() -> None:
+    wrong = limits.above(figures.figures(), limits.limits())
     assert not wrong, "\n".join([*wrong, "make the product simpler in another place: `python -m tests.house`"])
+
+
+@pytest.mark.multiprocess
+def test_what_runs_in_a_step_is_counted_in_workers_and_daemons() -> None:
+    found = steady_step("allreduce")
+    assert found["lines"] > found["functions"] > found["files"] > 10
 
 
 def test_a_limit_that_is_reached_is_not_exceeded_and_one_that_is_missing_is_named() -> None:
