@@ -9,6 +9,11 @@ import pytest
 import torch
 
 from fusion_rt import wire
+from fusion_rt.core.dtypes import DTYPES
+from fusiond.algorithms import make
+from fusiond.algorithms.home import Home
+from fusiond.algorithms.shards import DCASGD
+from fusiond.core.contribution import Contribution
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.reference import algorithms as published
@@ -315,3 +320,14 @@ def test_an_update_is_made_of_all_that_a_rank_sent_before_it_joined_also_where_t
     workers.job.settle()
     assert all(workers.job.is_answered(3, handle) for handle in handles)
     np.testing.assert_allclose(workers.home(), START + 0.1 * (0 + 1 + 2 + 3), rtol=1e-12)
+
+
+def test_what_a_rank_has_is_noted_without_another_clock() -> None:
+    home = Home(-1, 2, DTYPES["float64"], 3, ((0, 3, 0),), value=np.zeros(3), clock=7)
+    home.aux |= {f"w_bak/{rank}": np.zeros(3) for rank in range(2)}
+    rule = make("dc_asgd", 2)
+    assert isinstance(rule, DCASGD)
+    rule.told(home, Contribution(1, np.zeros(3), clock=5), np.ones(3))
+    assert (home.clock, home.version) == (7, 0)
+    assert home.aux["w_bak/1"].tolist() == [1.0, 1.0, 1.0]
+    assert home.aux["w_bak/0"].tolist() == [0.0, 0.0, 0.0]
