@@ -299,12 +299,12 @@ class BucketCodec(ABC):
 
     @property
     def encoded_elements(self) -> int:
-        """How many elements of the bucket it writes in its own way. It sends all others whole."""
+        """Number of elements of the bucket that the codec writes in its own way. It sends all others whole."""
         return self.numel
 
     @property
     def numel(self) -> int:
-        """How many elements the bucket has, without padding."""
+        """Number of elements of the bucket, without padding."""
         return sum(span.numel for span in self.layout.spans)
 
     def note_sent(self, nbytes: int, dense_nbytes: int) -> None:

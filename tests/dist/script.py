@@ -79,7 +79,7 @@ def train(model: Any, steps: Iterable[int], rate: float = 0.1, **options: Any) -
 
 
 SCALES = [65536.0 / 2**k for k in range(7)] + [2.0**k for k in range(11)]
-"""Of a loss: it halves six times, and doubles ten times."""
+"""Loss scales, by step: the scale halves six times, and then doubles ten times."""
 
 
 def train_scaled(model: Any, scales: Iterable[float], state: Any = None) -> list[list[torch.Tensor]]:

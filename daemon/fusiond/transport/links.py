@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fusion_rt.host.bootstrap import Endpoint
+from fusiond.core.errors import NO_ROOM
 from fusiond.host.loop import EventLoop
 from fusiond.transport.delivery import SendWindow
 from fusiond.transport.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, Sockets, bracketed
@@ -26,7 +27,6 @@ from fusiond.transport.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, 
 _log = logging.getLogger("fusiond")
 COPY_BELOW = 512 * 1024  # bytes; libzmq gets a copy of a smaller payload, which costs less than not to copy it
 _FIRST_SIGN = 2.0  # seconds in which libzmq says that it has begun with an attempt
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no descriptors or memory, for now
 _AGAIN = 0.05  # seconds between attempts
 _REFUSED_FOR = 0.1  # seconds in which a connection is refused again and again
 
@@ -109,7 +109,7 @@ class Link:
         try:
             self._socket, self._monitor = self._sockets.outbox(self._endpoint, self._encrypted, token)
         except zmq.ZMQError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise
             if not self._waits_for_room:
                 _log.warning("no %s to node %d can be made for now: %s; tried again every %g s",
@@ -261,7 +261,7 @@ class Link:
         try:
             question = sockets_of_python.socket(family, sockets_of_python.SOCK_STREAM | sockets_of_python.SOCK_NONBLOCK)
         except OSError as lack:
-            if lack.errno not in _NO_ROOM:
+            if lack.errno not in NO_ROOM:
                 raise
             return  # asked again after the next attempt
         error = question.connect_ex((self._endpoint.address, self._port))

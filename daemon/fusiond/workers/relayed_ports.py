@@ -14,15 +14,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from fusion_rt import wire
 from fusion_rt.core.errors import WireError
 from fusiond.core.dispatch import Handlers
+from fusiond.core.errors import NO_ROOM
 from fusiond.host.loop import EventLoop
 
 WINDOW = 4 * wire.MAX_RELAYED  # bytes of a connection, in one direction, that are under way or wait to be written
 MOST = 512  # connections that are relayed from this node at a time
 _BACKLOG = 128
+_AGAIN = 0.1  # seconds until a connection is accepted for which there was no descriptor
 _LOOPBACK = "127.0.0.1"
 _Key = tuple[int, int, bool]  # the other node, the serial, whether this node has opened it
 
@@ -82,7 +85,7 @@ class RelayedPorts:
             listener = socket.create_server((_LOOPBACK, 0), backlog=_BACKLOG)
             listener.setblocking(False)
             self._listeners[node, port] = listener
-            self._loop.add_reader(listener.fileno(), lambda: self._accept(listener, node, port))
+            self._listen(listener, node, port)
         own: int = self._listeners[node, port].getsockname()[1]
         return own
 
@@ -107,11 +110,18 @@ class RelayedPorts:
 
     # --- from here ----------------------------------------------------------------------------------------------------
 
+    def _listen(self, listener: socket.socket, node: int, port: int) -> None:
+        if listener.fileno() >= 0:  # it has not been closed meanwhile
+            self._loop.add_reader(listener.fileno(), partial(self._accept, listener, node, port))
+
     def _accept(self, listener: socket.socket, node: int, port: int) -> None:
         try:
             sock, address = listener.accept()
-        except OSError:  # it has ended already; or there is no descriptor, and it waits
-            return
+        except OSError as error:
+            if error.errno in NO_ROOM:  # the connection waits, and the descriptor would tell of it again and again
+                self._loop.remove(listener.fileno())
+                self._loop.call_later(_AGAIN, partial(self._listen, listener, node, port))
+            return  # else it has ended already
         if len(self._relays) >= MOST or owner_of(address[1], listener.getsockname()[1]) != os.getuid():
             sock.close()
             return
@@ -166,10 +176,13 @@ class RelayedPorts:
         key = (node, message.serial, False)
         if key in self._relays:
             raise WireError(f"it has opened connection {message.serial} before")
-        if message.port not in self._served:
+        try:
+            sock = socket.socket() if message.port in self._served else None
+        except OSError:  # there is no descriptor for it
+            sock = None
+        if sock is None:
             self._to_node(node, wire.Relayed(message.serial, False, is_over=True))
             return
-        sock = socket.socket()
         sock.setblocking(False)
         self._begin(key, sock)
         if sock.connect_ex((_LOOPBACK, message.port)) not in (0, errno.EINPROGRESS):

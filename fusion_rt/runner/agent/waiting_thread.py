@@ -20,7 +20,7 @@ async def in_thread(wait: Callable[[], _T]) -> _T:
     result: asyncio.Future[_T] = loop.create_future()
 
     def set_result(found: _T | None, error: BaseException | None) -> None:
-        if result.done():  # nobody waits any more
+        if result.done():  # it was cancelled meanwhile
             return
         if error is not None:
             result.set_exception(error)

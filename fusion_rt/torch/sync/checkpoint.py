@@ -414,7 +414,7 @@ class Checkpoint:
         if where is None or not self.converts:
             return
         self._source.selections.lay_down(where)
-        barrier(process_set=where.ranks)  # nobody posts any more
+        barrier(process_set=where.ranks)  # no rank posts any more
         if where.is_first_of_node:
             _forget(where)
         barrier(process_set=where.ranks)

@@ -422,7 +422,7 @@ class Synchroniser:
 
     @property
     def exchanges(self) -> int:
-        """How many exchanges of all ranks this rank has taken part in since they were counted anew."""
+        """Number of exchanges of all ranks in which this rank has taken part since they were counted anew."""
         return self._steps - self._steps_before
 
     def count_anew(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -9,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import cast
 
 import pytest
 
@@ -228,3 +230,48 @@ def test_the_owner_of_a_connection_is_known() -> None:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             assert owner_of(sock.getsockname()[1], port) == os.getuid()
         assert owner_of(1, port) == -1
+
+
+class _Full:
+    """A listener with a connection for which there is no descriptor."""
+
+    def __init__(self, readable: socket.socket) -> None:
+        self._readable, self.asked = readable, 0
+
+    def fileno(self) -> int:
+        return self._readable.fileno()
+
+    def accept(self) -> None:
+        self.asked += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_connection_without_a_descriptor_waits_and_the_loop_does_not_spin() -> None:
+    loop = EventLoop()
+    ports = RelayedPorts(loop, 1, lambda node, message: None)
+    here, there = socket.socketpair()
+    with here, there:
+        there.send(b"x")  # it stays readable
+        full = _Full(here)
+        ports._listen(cast(socket.socket, full), 0, 80)
+        loop.call_later(0.25, loop.stop)
+        loop.run()
+        assert 1 <= full.asked <= 4
+        loop.remove(here.fileno())
+    loop.close()
+
+
+def test_a_relay_for_which_there_is_no_descriptor_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, said = EventLoop(), []
+    ports = RelayedPorts(loop, 0, lambda node, message: said.append((node, message)))
+    ports.port_for(0, 4321)
+
+    def full() -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(relayed_ports.socket, "socket", full)
+    ports.handlers()[wire.RelayOpened](1, wire.RelayOpened(1, 4321))
+    monkeypatch.undo()
+    assert said == [(1, wire.Relayed(1, False, is_over=True))]
+    assert ports.statistics() == {"relays": 0, "waiting": 0}
+    loop.close()

@@ -229,7 +229,7 @@ class AtStep(When):
             self._is_set_anew = True  # whatever homes have by then
             return
         if self._algorithm.at_homes:
-            barrier(self.sync.options.process_set)  # nobody posts any more
+            barrier(self.sync.options.process_set)  # no rank posts any more
         if self._algorithm.at_shards:
             self._reseed_homes()
         self.settled()
