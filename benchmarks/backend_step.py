@@ -49,7 +49,7 @@ def _ddp(group: Any, backend: str, codec: str = "") -> Callable[[], None]:
 
         parallel.register_comm_hook(None, noop_hook)
     if codec and backend == OURS:
-        from fusion_rt.dist import compress
+        from fusion_rt.c10d import compress
 
         compress(parallel, codec)
 
@@ -77,7 +77,7 @@ def _fsdp2(group: Any, backend: str, in_arena: bool = False) -> Callable[[], Non
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if in_arena and backend == OURS:
-        from fusion_rt.dist import fully_shard_in_arena
+        from fusion_rt.c10d import fully_shard_in_arena
 
         fully_shard_in_arena(model)
     optimizer = torch.optim.SGD(model.parameters(), _LR)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fusion_rt.dist import compress  # -> only for --codec
+from fusion_rt.c10d import compress  # -> only for --codec
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--backend", default="fusion", choices=("fusion", "gloo"), help="(default: %(default)s)")

@@ -32,7 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from fusion_rt.dist import compress
+from fusion_rt.c10d import compress
 from fusion_rt.integrations import torchrun
 
 PACKAGES = ("asyncio", "email", "unittest", "xml")

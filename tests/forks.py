@@ -50,7 +50,7 @@ WORKER = (
     *DAEMON,
     "fusion_rt.torch",
     "fusion_rt.torch.elastic",
-    "fusion_rt.dist",  # which torch 2.4 does not find by its entry point
+    "fusion_rt.c10d",  # which torch 2.4 does not find by its entry point
     "torch._dynamo",
     "sklearn.datasets",
     "tests.harness",

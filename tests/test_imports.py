@@ -1,6 +1,6 @@
 """The direction of imports (docs/design.md): `fusion_rt.torch`, `fusion_rt.runner`, `fusiond` and `fusion_trace` use
 the shared modules of `fusion_rt`, never each other; nothing shared uses them; and only `fusion_rt.torch`, and
-`fusion_rt.dist` above it, import torch, which takes seconds that neither the daemon nor the launcher may pay.
+`fusion_rt.c10d` above it, import torch, which takes seconds that neither the daemon nor the launcher may pay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AREAS = (
     "fusion_rt",
     "fusion_rt.launchers",
     "fusion_rt.torch",
-    "fusion_rt.dist",
+    "fusion_rt.c10d",
     "fusion_rt.integrations",
     "fusion_rt.runner",
     "fusion_rt.shim",
@@ -40,12 +40,12 @@ ALLOWED = {
     "fusion_rt": {"fusion_rt"},
     "fusion_rt.launchers": {"fusion_rt", "fusion_rt.launchers"},
     "fusion_rt.torch": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "torch"},
-    "fusion_rt.dist": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "fusion_rt.dist", "torch"},
+    "fusion_rt.c10d": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "fusion_rt.c10d", "torch"},
     "fusion_rt.integrations": {
         "fusion_rt",
         "fusion_rt.launchers",
         "fusion_rt.torch",
-        "fusion_rt.dist",
+        "fusion_rt.c10d",
         "fusion_rt.integrations",
         "torch",
     },

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import fusion_rt.dist  # noqa: F401  # registers the backend: torch 2.4 finds none by itself
+import fusion_rt.c10d  # noqa: F401  # registers the backend: torch 2.4 finds none by itself
 import fusion_rt.torch as hvd
 from fusion_rt.core.errors import FusionError
 from fusion_rt.integrations import torchrun

@@ -121,7 +121,7 @@ def DistributedOptimizer(
     if spec.signal is algorithms.Signal.GRADIENT and are_shards(optimizer):
         raise ValueError(
             "parameters are sharded (by fully_shard, for example), and their gradients are reduced by the sharding, "
-            f"not by {spec}; use the optimizer as it is, local_sgd or diloco, or fusion_rt.dist.ReplicatedShards"
+            f"not by {spec}; use the optimizer as it is, local_sgd or diloco, or fusion_rt.c10d.ReplicatedShards"
         )
     algorithms.check_use(spec, codecs.parse(chosen), resolve(op), process_set.size() or 1)
     settings, asked = Settings.from_env(), overlap

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "fusion_rt/dist/__init__.py": ("dist.md", {"register"}),  # torch calls it
+    "fusion_rt/c10d/__init__.py": ("c10d.md", {"register"}),  # torch calls it
     "fusion_rt/torch/__init__.py": (
         "torch.md",
         # Reductions are in a sentence, and modules have pages of their own.

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from tests import forks
-from tests.dist.script import KEPT
+from tests.c10d.script import KEPT
 from tests.harness import ROOT, Job, WorkerError
 
 pytest.importorskip("accelerate", reason="needs Accelerate and Transformers: pip install '.[hf]'")
 pytest.importorskip("transformers", reason="needs Accelerate and Transformers: pip install '.[hf]'")
 pytestmark = pytest.mark.multiprocess
 
-MODULES = (*forks.WORKER, "accelerate", "transformers.trainer", "fusion_rt.dist")
+MODULES = (*forks.WORKER, "accelerate", "transformers.trainer", "fusion_rt.c10d")
 ENVIRONMENT = {"HOROVOD_START_TIMEOUT": "120", "MASTER_ADDR": "127.0.0.1"}
 
 

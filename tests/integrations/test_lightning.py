@@ -20,7 +20,7 @@ from tests.harness import Job, WorkerError
 pytest.importorskip("lightning", reason="needs Lightning: pip install '.[lightning]'")
 pytestmark = pytest.mark.multiprocess
 
-MODULES = (*forks.WORKER, "lightning.pytorch", "fusion_rt.dist")
+MODULES = (*forks.WORKER, "lightning.pytorch", "fusion_rt.c10d")
 ENVIRONMENT = {"HOROVOD_START_TIMEOUT": "120", "MASTER_ADDR": "127.0.0.1"}
 SAMPLES, BATCH, RATE = 40, 4, 0.1  # 5 batches on each of two ranks: an odd number, so that accumulation ends early
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import fusion_rt.dist  # noqa: F401  # torch 2.4 does not find it by its entry point
+import fusion_rt.c10d  # noqa: F401  # torch 2.4 does not find it by its entry point
 from tests import forks
 from tests.harness import Job
 from tests.launchers.conftest import HERE, logs, mpirun, run

@@ -149,5 +149,5 @@ def test_lines_that_torch_begins_with_the_rank_are_read_without_it() -> None:
     )
     marked = "".join(f"[rank12]: {line}\n" for line in plain.splitlines())
     assert last_error(f"a warning\n{marked}") == "ValueError: no data"
-    echo = marked.replace("ValueError: no data", "fusion_rt.dist.failing.CollectiveError: rank 1 (host b) ended")
+    echo = marked.replace("ValueError: no data", "fusion_rt.c10d.failing.CollectiveError: rank 1 (host b) ended")
     assert (echo_of(marked), echo_of(echo)) == (0, 1)

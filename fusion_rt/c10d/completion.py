@@ -1,0 +1,136 @@
+"""Futures of works, completed by a thread that is there only once somebody has asked for a future."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fusion_rt.c10d.reducer_waits import ReducerWaits
+from fusion_rt.c10d.submission import Submission
+from fusion_rt.client.channel import Channel
+from fusion_rt.torch.core.device import as_here
+
+_MOST_KEPT = 64  # works that have ended: as many as scripts start between a forward pass and its backward pass
+
+
+class Completable(Protocol):
+    """A work whose future is to be completed."""
+
+    @property
+    def parts(self) -> Sequence[Submission]:
+        """The submissions that it consists of."""
+
+    @property
+    def calls_back(self) -> bool:
+        """True if the completion of its future runs functions of a script, which may wait for other works."""
+
+    def settle(self) -> None:
+        """Completes its future, once all parts have ended."""
+
+
+class Completer:
+    """Completes the futures of works when these have ended, in the order in which they do.
+
+    Its thread reads the channel while a future is wanted, and otherwise sleeps. Functions that a script has hung on a
+    future run on it too, and may wait for further futures: so another thread reads meanwhile.
+
+    Args:
+        channel: to the daemon.
+
+    Attributes:
+        channel: to the daemon.
+        reducer_waits: records waits for the futures in C++.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.reducer_waits = ReducerWaits(channel)
+        self._changed = threading.Condition(threading.Lock())
+        self._wanted: set[Completable] = set()  # have not ended
+        self._ended: deque[Completable] = deque()
+        self._free = 0  # threads that are not in functions of a script
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._kept: dict[Completable, None] = {}
+
+    def keep(self, work: Completable) -> None:
+        """Keeps a work alive until it is released, or it and many after it have ended."""
+        self._kept[work] = None
+        if len(self._kept) > _MOST_KEPT:
+            ended = [each for each in list(self._kept) if all(part.done for part in each.parts)]
+            for each in ended[:-_MOST_KEPT]:
+                self.release(each)
+
+    def release(self, work: Completable) -> None:
+        """Keeps a work no longer alive."""
+        self._kept.pop(work, None)
+
+    def complete(self, work: Completable) -> None:
+        """Sees to it that the work's future is completed when all its parts have ended; at once if they have."""
+        if all(part.done for part in work.parts):
+            work.settle()
+            return
+        with self._changed:
+            self._wanted.add(work)
+            if self._free:
+                self._changed.notify()
+            else:
+                self._start()
+        for part in work.parts:
+            part.watcher = lambda: self._part_ended(work)
+        self._part_ended(work)  # which the watcher has not been told of, if it was the last and has ended meanwhile
+
+    def close(self) -> None:
+        """Ends the threads, when the channel has failed, and waits for them."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join()
+
+    @property
+    def done(self) -> bool:
+        """True if there is something else to do than to read the channel."""
+        return bool(self._ended) or not self._wanted
+
+    def _part_ended(self, work: Completable) -> None:
+        self.reducer_waits.ended()
+        if all(part.done for part in work.parts):
+            with self._changed:
+                if work in self._wanted:
+                    self._wanted.remove(work)
+                    self._ended.append(work)
+
+    def _start(self) -> None:
+        """Starts a thread; to be called with the lock held."""
+        thread = threading.Thread(target=self._serve, args=(as_here(),), name="fusion-futures", daemon=True)
+        self._threads.add(thread)
+        self._free += 1
+        thread.start()
+
+    def _serve(self, begin: Callable[[], None]) -> None:
+        begin()
+        while True:
+            self.channel.read_until(self)
+            with self._changed:
+                while not self._ended and not self._wanted:
+                    if self._closed or self._free > 1:
+                        self._free -= 1
+                        self._threads.discard(threading.current_thread())
+                        return
+                    self._changed.wait()
+                if not self._ended:
+                    continue
+                work = self._ended.popleft()
+                away = work.calls_back
+                if away:
+                    self._free -= 1
+                    if not self._free and (self._ended or self._wanted):
+                        self._start()
+            work.settle()
+            if away:
+                with self._changed:
+                    self._free += 1

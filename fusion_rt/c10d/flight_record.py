@@ -1,0 +1,362 @@
+"""The last operations of this process, as torch's FlightRecorder has those of NCCL and gloo, for torch's own analyser.
+
+Of an operation its shapes, the time and the script's frames are kept; their names are looked up only for a dump. A dump
+has the form of torch's, version 2.10 (`FlightRecorder.hpp`), and says things as the analyser
+(`torch.distributed.flight_recorder`) can compare them between ranks: sizes that may differ by rank are left out, or
+added up.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+from torch._C._profiler import gather_traceback, symbolize_tracebacks
+
+from fusion_rt.c10d.submission import Submission
+
+VERSION = "2.10"
+BUFFER_SIZE = 2000
+"""Operations that are kept where dumps are wanted, and `TORCH_FR_BUFFER_SIZE` says nothing: as many as torch keeps."""
+
+_OWN = os.path.dirname(os.path.abspath(__file__))
+# The analyser refuses names of backends that it does not know, and gives names that begin with "nccl" a meaning.
+_PREFIX = "gloo"
+_DTYPES = {
+    torch.float64: "Double",
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+_About = tuple[torch.Size, torch.dtype]  # of a tensor
+_Sizes = list[list[int]]
+
+
+class FlightRecorder:
+    """The last operations of this process's groups.
+
+    Args:
+        size: how many are kept; 0: none are recorded.
+
+    Attributes:
+        size: as given.
+        failed: called once for each operation that has failed, by whoever has seen it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.failed: Callable[[], None] = lambda: None
+        self._numbers = count()
+        self._group_numbers = count()
+        self._kept: deque[RecordedOperation] = deque(maxlen=size)
+        self._open: set[RecordedGroup] = set()
+
+    def open_group(self, name: str, ranks: Sequence[int]) -> RecordedGroup:
+        """Returns what records the operations of a group; `ranks`: of its members in the job, by position."""
+        group = RecordedGroup(self, next(self._group_numbers), name, ranks)
+        self._open.add(group)
+        return group
+
+    def close_group(self, group: RecordedGroup) -> None:
+        """Forgets a group as soon as none of its operations is kept any more."""
+        self._open.discard(group)
+
+    def keep(self, operation: RecordedOperation) -> None:
+        """Keeps an operation in the place of the oldest one."""
+        operation.number = next(self._numbers)
+        self._kept.append(operation)
+
+    def dump(self) -> dict[str, Any]:
+        """Returns the record in the form of torch's dumps, which the analyser reads pickled."""
+        kept = [one for one in self._kept.copy() if one.source is not None]
+        threads = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = symbolize_tracebacks([one.traceback for one in kept])
+        entries = [one.entry(each, threads) for one, each in zip(kept, frames, strict=True)]
+        groups = {*self._open.copy(), *(one.group for one in kept)}
+        ranks = {group.name: (group.description, sorted(group.ranks)) for group in groups}
+        ranks |= {one.group_name: (one.group.description, one.members) for one in kept}
+        config = {
+            name: {"name": name, "desc": description, "ranks": str(members)}
+            for name, (description, members) in ranks.items()
+        }
+        return {
+            "version": VERSION,
+            "comm_lib_version": "fusion_rt",
+            "pg_config": config,
+            "pg_status": {str(group.number): group.status(kept) for group in groups},
+            "entries": entries,
+        }
+
+
+class RecordedGroup:
+    """A process group, as its operations are recorded.
+
+    Attributes:
+        number: of the group in this process.
+        name: c10d's.
+        description: the script's.
+        ranks: of the members in the job, by position.
+        seconds: time-out of operations.
+    """
+
+    def __init__(self, recorder: FlightRecorder, number: int, name: str, ranks: Sequence[int]) -> None:
+        self.number = number
+        self.name = name
+        self.description = "undefined"
+        self.ranks = ranks
+        self.seconds = 0.0
+        self._recorder = recorder
+        self._on = recorder.size > 0
+        self._collectives = 0
+        self._messages: dict[tuple[int, int], int] = {}
+
+    def record(
+        self,
+        title: str,
+        parts: Sequence[Submission],
+        given: Iterable[Any],
+        taken: Iterable[Any],
+    ) -> RecordedOperation | None:
+        """Records a collective operation, as soon as it is under way. Returns None if nothing is recorded.
+
+        Args:
+            title: of the operation.
+            parts: what it consists of.
+            given, taken: tensors that this rank gives, and gets; or lists of them.
+        """
+        if not self._on:
+            return None
+        self._collectives += 1
+        operation = RecordedOperation(self, title, parts, _about(given), _about(taken))
+        operation.sequence = self._collectives
+        self._recorder.keep(operation)
+        return operation
+
+    def record_message(
+        self, title: str, part: Submission, tensor: torch.Tensor, source: int | None, target: int
+    ) -> RecordedOperation | None:
+        """Records a message from one member to another; `source`, `target`: their positions, None for whoever sends."""
+        if not self._on:
+            return None
+        about = _about([tensor])
+        operation = RecordedOperation(self, title, [part], about, about)
+        operation.source, operation.target = source, target
+        if source is not None:
+            operation.sequence = self.next_message(source, target)
+        self._recorder.keep(operation)
+        return operation
+
+    def next_message(self, source: int, target: int) -> int:
+        """Returns the number of a message among all from one member to another."""
+        number = self._messages[source, target] = self._messages.get((source, target), 0) + 1
+        return number
+
+    def failed(self) -> None:
+        """Says that an operation of the group has failed."""
+        self._recorder.failed()
+
+    def close(self) -> None:
+        """Says that the group has no further operations."""
+        self._recorder.close_group(self)
+
+    def status(self, kept: Iterable[RecordedOperation]) -> dict[str, int]:
+        """Returns how far the group is."""
+        ended = [one.sequence for one in kept if one.group is self and one.target < 0 and one.is_completed]
+        return {
+            "last_enqueued_collective": self._collectives or -1,
+            "last_started_collective": -1,
+            "last_completed_collective": max(ended, default=-1),
+        }
+
+
+class RecordedOperation:
+    """An operation that was recorded when it began. It keeps no tensors.
+
+    Attributes:
+        group: whose operation it is.
+        number: among all of this process.
+        sequence: number among the group's collectives, or among the messages from one member to another.
+        source, target: positions of the members between whom a message goes, -1 in a collective; the source is None as
+            long as a message may come from anybody.
+        traceback: the script's frames.
+    """
+
+    __slots__ = (
+        "_began",
+        "_ended",
+        "_failed",
+        "_given",
+        "_parts",
+        "_taken",
+        "_thread",
+        "_title",
+        "group",
+        "number",
+        "sequence",
+        "source",
+        "target",
+        "traceback",
+    )
+
+    def __init__(
+        self, group: RecordedGroup, title: str, parts: Sequence[Submission], given: list[Any], taken: list[Any]
+    ) -> None:
+        self.group = group
+        self.number = self.sequence = 0
+        self.source: int | None = -1
+        self.target = -1
+        self.traceback = gather_traceback(True, False, False)
+        self._title = title
+        self._parts = parts
+        self._given, self._taken = given, taken
+        self._thread = threading.get_ident()
+        self._began = time.time_ns()
+        self._ended = 0
+        self._failed = False
+
+    def end(self, failed: bool, source: int | None = None) -> None:
+        """Says that the operation has ended; `source`: position of the member that has sent what was received."""
+        self._ended = time.time_ns()
+        self._parts = ()
+        if self.source is None and source is not None:
+            self.sequence = self.group.next_message(source, self.target)
+            self.source = source
+        if failed:
+            self._failed = True
+            self.group.failed()
+
+    @property
+    def is_completed(self) -> bool:
+        """True once the operation has ended well, which its script need not have seen."""
+        return not self._failed and all(part.done and part.error is None for part in self._parts)
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks in the job, in ascending order, that take part."""
+        if self.source is None or self.target < 0:
+            return sorted(self.group.ranks)
+        return sorted({self.group.ranks[self.source], self.group.ranks[self.target]})
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group for the analyser, which takes an operation for one of all members: so the messages from one
+        member to another have a group of their own."""
+        if self.source is None or self.target < 0:
+            return self.group.name
+        ranks = self.group.ranks
+        return f"{self.group.name}:{ranks[self.source]}->{ranks[self.target]}"
+
+    def entry(self, frames: Iterable[dict[str, Any]], threads: dict[int | None, str]) -> dict[str, Any]:
+        """Returns the operation as an entry of a dump; `threads`: names of those that run, by identity."""
+        name, given, taken = self._as_analysed()
+        message = self.target >= 0
+        completed = self.is_completed
+        ended = self._ended or None
+        return {
+            "record_id": self.number,
+            "pg_id": self.group.number,
+            "process_group": (self.group_name, self.group.description),
+            "collective_seq_id": self.sequence,
+            "p2p_seq_id": self.sequence if message else 0,
+            "op_id": self.sequence,
+            "profiling_name": f"{_PREFIX}:{name}",
+            "time_created_ns": self._began,
+            "time_discovered_started_ns": None,
+            "time_discovered_completed_ns": ended if completed else None,
+            "input_sizes": given,
+            "input_dtypes": _dtypes(self._given or self._taken),
+            "output_sizes": taken,
+            "output_dtypes": _dtypes(self._taken or self._given),
+            "state": "completed" if completed else "scheduled",
+            "retired": ended is not None,
+            "timeout_ms": round(1000 * self.group.seconds),
+            "is_p2p": message,
+            "thread_id": str(self._thread),
+            "thread_name": threads.get(self._thread, ""),
+            "frames": [frame for frame in frames if os.path.dirname(frame["filename"]) != _OWN],
+        }
+
+    def _as_analysed(self) -> tuple[str, _Sizes, _Sizes]:
+        """Returns the name that the analyser has for the operation, and the sizes that it expects with it."""
+        title, given, taken = self._title, self._given, self._taken
+        if self.target >= 0:
+            return self._message_name(), _sizes(given), _sizes(taken)
+        if title == "all_reduce_coalesced":
+            title = "allreduce_coalesced"
+        elif title == "all_to_all":  # adds up what all give and all get, of each one's first tensor
+            return title, _added(given), _added(taken)
+        elif title == "reduce_scatter":
+            return _scattered(given, taken)
+        elif title in ("all_gather", "all_gather_coalesced"):
+            return _gathered(given, taken)
+        elif title == "gather":
+            return title, _sizes(given), [_stacked(one) for one in taken if isinstance(one, list) and one]
+        return title, _sizes(given), _sizes(taken)
+
+    def _message_name(self) -> str:
+        ranks, members = self.group.ranks, self.members
+        source, target = (members.index(ranks[position]) for position in (self.source or 0, self.target))
+        return f"send {source}->{target}" if self._title == "send" else f"recv {target}<-{source}"
+
+
+def _about(tensors: Iterable[Any]) -> list[Any]:
+    """Returns shape and type of tensors, in lists as they are."""
+    return [_about(one) if isinstance(one, (list, tuple)) else (one.shape, one.dtype) for one in tensors]
+
+
+def _flat(about: Iterable[Any]) -> list[_About]:
+    return [each for one in about for each in (_flat(one) if isinstance(one, list) else (one,))]
+
+
+def _dtypes(about: list[Any]) -> list[str]:
+    return [_DTYPES.get(dtype, str(dtype).removeprefix("torch.").capitalize()) for _, dtype in _flat(about)]
+
+
+def _sizes(about: list[Any]) -> _Sizes:
+    return [list(shape) for shape, _ in _flat(about)]
+
+
+def _added(about: list[Any]) -> _Sizes:
+    return [[sum(prod(shape) for shape, _ in _flat(about))]]
+
+
+def _stacked(alike: Sequence[Any]) -> list[int]:
+    """Returns the size of tensors of one size, put on top of each other."""
+    return [len(alike), *alike[0][0]]
+
+
+def _scattered(given: list[Any], taken: list[Any]) -> tuple[str, _Sizes, _Sizes]:
+    if len(given) == len(taken):
+        name = "_reduce_scatter_base" if len(given) == 1 else "reduce_scatter_tensor_coalesced"
+        return name, _sizes(given), _sizes(taken)
+    if len({shape for shape, _ in given}) == 1:
+        return "reduce_scatter", [_stacked(given)], _sizes(taken)
+    return "reduce_scatter_v", _sizes(given), [[]]
+
+
+def _gathered(given: list[Any], taken: list[Any]) -> tuple[str, _Sizes, _Sizes]:
+    if not isinstance(taken[0], list):
+        name = "_all_gather_base" if len(given) == 1 else "all_gather_into_tensor_coalesced"
+        return name, _sizes(given), _sizes(taken)
+    if len(given) > 1:
+        by_tensor = zip(*taken, strict=True)
+        return "all_gather_into_tensor_coalesced", _sizes(given), [_stacked(each) for each in by_tensor]
+    members = _flat(taken)
+    if len({shape for shape, _ in members}) == 1:
+        return "all_gather", _sizes(given), [_stacked(members)]
+    return "all_gather_v", [[]], _added(taken)
