@@ -9,7 +9,7 @@ import signal
 import psutil
 import pytest
 
-from fusion_rt.runner.launch.phases import AGENTS, DAEMONS, LAUNCHER, OF_DAEMON, WORKERS
+from fusion_rt.runner.launch.console import AGENTS, DAEMONS, LAUNCHER, OF_DAEMON, WORKERS
 from tests import forks
 from tests.runner.conftest import TIMEOUT_S
 

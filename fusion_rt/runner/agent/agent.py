@@ -12,26 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.address import listen_address
-from fusion_rt.host.bootstrap import Abandon, DaemonConfig, Farewell, StartError
+from fusion_rt.host.bootstrap import Abandon, DaemonConfig, Endpoint, Farewell, StartError
 from fusion_rt.local import elastic
 from fusion_rt.runner.agent import preflight, worker_variables
 from fusion_rt.runner.agent.daemon_process import Daemon
 from fusion_rt.runner.agent.function_call import FunctionFile
 from fusion_rt.runner.agent.local_workers import TERM_GRACE, LocalWorkers
 from fusion_rt.runner.agent.oom import OomKills
-from fusion_rt.runner.agent.reach import reach_all
-from fusion_rt.runner.agent.waiting_thread import in_thread
+from fusion_rt.runner.agent.tasks import Tasks
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
 from fusion_rt.runner.protocol.agent_messages import Begin, Job, StartDaemon
-from fusion_rt.runner.protocol.pipes import BEATS, Channel, Pump, Reader, Silence, settle
+from fusion_rt.runner.protocol.pipes import BEATS, Channel, Reader, Silence, settle
 from fusion_rt.settings import Settings
 
 LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
@@ -40,6 +40,9 @@ _OLD_DAEMON_S = 2.0  # the same for the daemon of an epoch that is over
 _AWAKE_S = 0.5  # seconds a daemon has to say that it runs, when others have declared it dead
 _STUCK = f"other hosts had declared it dead, and it did not answer its agent within {_AWAKE_S:g} s"
 DRAIN_S = 5.0  # seconds the launcher has to take the last output
+_TRY_S = 1.0  # seconds for one attempt to connect
+_PAUSE_S = 0.25  # seconds between two
+_T = TypeVar("_T")
 
 
 class Agent:
@@ -63,8 +66,7 @@ class Agent:
         self._function = FunctionFile(job.function_bytes) if job.function_bytes else None
         self._grace: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._pumps: list[Pump] = []
+        self._tasks = Tasks(channel)
 
     def stop(self, grace: float) -> None:
         """Ends the job here, with `grace` seconds between TERM and KILL. A second call matters only if it has none."""
@@ -75,37 +77,16 @@ class Agent:
 
     async def run(self, commands: Reader) -> None:
         """Runs the job until the launcher says stop or is gone; then nothing of it is left."""
-        bring_up = self._spawn(self._bring_up())
-        self._spawn(self._follow(commands))
+        bring_up = self._tasks.start(self._bring_up())
+        self._tasks.start(self._follow(commands))
         if self._job.silence_limit:
-            self._spawn(self._beat())
-            self._spawn(self._watch_launcher())
+            self._tasks.start(self._beat())
+            self._tasks.start(self._watch_launcher())
         grace = await self._grace
         bring_up.cancel()
         await self._end(grace)
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self._channel.send_now(agent_messages.Stopped())  # perhaps nobody reads: `close` has a limit
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a coroutine beside the others."""
-        task = asyncio.create_task(self._reporting(coroutine))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _reporting(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Tells the launcher what the coroutine fails with; the launcher then ends the job."""
-        try:
-            await coroutine
-        except FusionError as error:
-            await self._refuse(str(error))
-        except Exception as error:
-            await self._refuse(f"the agent failed: {type(error).__name__}: {error}")
-            raise
-
-    async def _refuse(self, *reasons: str) -> None:
-        await self._channel.send(agent_messages.Refused(reasons))
 
     # The launcher
 
@@ -127,10 +108,10 @@ class Agent:
                     raise WireError("the launcher sent a function, but the job has none")
                 self._function.feed(data)
             case agent_messages.Hail():
-                self._spawn(self._tell_soon(agent_messages.Present()))
+                self._tasks.start(self._tell_soon(agent_messages.Present()))
             case agent_messages.CheckDaemon(serial):
                 if self._daemon is not None and self._daemon.config.serial == serial:
-                    self._spawn(self._daemon.end_if_stuck(_AWAKE_S))
+                    self._tasks.start(self._daemon.end_if_stuck(_AWAKE_S))
             case agent_messages.Introduce(table):
                 self._present_daemon().tell(table)
             case StartDaemon():
@@ -138,7 +119,7 @@ class Agent:
             case agent_messages.Reach():
                 if self._reaching is not None:
                     self._reaching.cancel()
-                self._reaching = self._spawn(self._reach(command))
+                self._reaching = self._tasks.start(self._reach(command))
             case Begin(reform):
                 self._present_daemon().tell(reform)
                 self._number, self._beginning = reform.number, command
@@ -154,7 +135,7 @@ class Agent:
                 if self._root:
                     self._workers.remove(slots, reason)
             case agent_messages.Release(reason):
-                self._spawn(self._release(reason))
+                self._tasks.start(self._release(reason))
             case agent_messages.Kill(slots):
                 if self._root:
                     self._workers.kill(slots)
@@ -185,10 +166,10 @@ class Agent:
         root = os.path.normpath(os.path.join(os.fsdecode(job.directory), Settings.from_env().runtime_root()))
         environ[b"FUSION_RUNTIME_DIR"] = os.fsencode(root)
         if problems := preflight.check(job, root):
-            await self._refuse(*problems)
+            await self._tasks.refuse(*problems)
             return
         self._workers = LocalWorkers(
-            *(job, environ, self._channel, self._children, self._function, self._oom_kills, self._spawn, self._pump)
+            *(job, environ, self._channel, self._children, self._function, self._oom_kills, self._tasks)
         )
         if job.elastic:
             directory = os.path.join(root, f"{job.job}.agent{job.elastic}")
@@ -217,7 +198,7 @@ class Agent:
             config, self._environ, job.directory, self._children, self._channel, self._root, self._on_reformed
         )
         self._daemon = daemon
-        self._spawn(self._watch_daemon(daemon))
+        self._tasks.start(self._watch_daemon(daemon))
 
     async def _replace_daemon(self, command: StartDaemon) -> None:
         if not self._root or not 0 <= command.node < len(command.nodes):
@@ -240,12 +221,12 @@ class Agent:
             self._beginning = None
             if self._workers.server is not None:
                 self._workers.server.begin_epoch()
-            self._spawn(self._workers.give_places(begin.epoch, self._present_daemon().socket, begin.waiting))
+            self._tasks.start(self._workers.give_places(begin.epoch, self._present_daemon().socket, begin.waiting))
 
     async def _watch_daemon(self, daemon: Daemon) -> None:
         """Tells the launcher where the daemon listens, or why it does not, and when it ends."""
         stderr, stdout = daemon.log
-        self._pump(stderr)
+        self._tasks.pump(stderr)
         serial = daemon.config.serial
         answer = await daemon.endpoint()
         if isinstance(answer, StartError):
@@ -254,7 +235,7 @@ class Agent:
             if not daemon.is_unwanted:
                 await self._channel.send(agent_messages.DaemonDown(serial, status, answer.error))
         else:
-            self._pump(stdout)
+            self._tasks.pump(stdout)
             await self._channel.send(agent_messages.DaemonUp(answer, serial))
             status = await daemon.wait()
             if not self._grace.done() and (not daemon.is_unwanted or (status < 0 and not daemon.is_killed)):
@@ -288,7 +269,7 @@ class Agent:
         if self._daemon is not None:
             self._daemon.is_unwanted = True
             self._retired.add(self._daemon)
-            self._spawn(self._end_daemon(self._daemon))
+            self._tasks.start(self._end_daemon(self._daemon))
             self._daemon = None
 
     async def _end_daemon(self, daemon: Daemon) -> None:
@@ -298,7 +279,7 @@ class Agent:
     # Workers
 
     def _on_rejoin(self, slot: int, message: elastic.Rejoin) -> None:
-        self._spawn(self._tell_soon(agent_messages.Asked(slot, message.epoch, message.error, message.is_unfit)))
+        self._tasks.start(self._tell_soon(agent_messages.Asked(slot, message.epoch, message.error, message.is_unfit)))
 
     async def _tell_soon(self, message: agent_messages.FromAgent) -> None:
         """Tells the launcher something, and before that, if that is why, of the end of the daemon."""
@@ -312,10 +293,6 @@ class Agent:
             await self._workers.all_have_left()
         self.stop(TERM_GRACE)
 
-    def _pump(self, pump: Pump) -> None:
-        self._pumps = [*(one for one in self._pumps if not one.done), pump]
-        self._spawn(pump.run())
-
     # The end
 
     async def _end(self, grace: float) -> None:
@@ -328,13 +305,65 @@ class Agent:
         for daemon in (*self._retired, *([self._daemon] if self._daemon is not None else ())):
             daemon.remove_files()
         try:
-            await asyncio.wait_for(settle(self._pumps, self._channel), DRAIN_S)
+            await asyncio.wait_for(self._tasks.settle(), DRAIN_S)
         except asyncio.TimeoutError:
             pass  # nobody reads: the launcher is gone, or as good as
         else:
             if survivors:
-                await self._refuse(
+                await self._tasks.refuse(
                     f"processes {survivors} do not end although they were killed; the kernel lets them wait"
                 )
         if self._root and self._workers.server is not None:
             self._workers.server.close()
+
+
+async def in_thread(wait: Callable[[], _T]) -> _T:
+    """Runs a function in a thread of its own; returns its result, or raises what it raises.
+
+    Nobody waits for the thread when the agent ends: a name server may take minutes. (Those of `asyncio.to_thread` are
+    joined at the end of the loop.) Where no thread can be started, the loop waits.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[_T] = loop.create_future()
+
+    def set_result(found: _T | None, error: BaseException | None) -> None:
+        if result.done():  # it was cancelled meanwhile
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(found)  # type: ignore[arg-type]
+
+    def run() -> None:
+        found, error = None, None
+        try:
+            found = wait()
+        except Exception as failure:  # raised where the result is awaited
+            error = failure
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(set_result, found, error)
+
+    try:
+        threading.Thread(target=run, name="waiting", daemon=True).start()
+    except RuntimeError:  # the limit of processes
+        return wait()
+    return await result
+
+
+async def reach_all(endpoints: Sequence[Endpoint]) -> None:
+    """Returns when there have been connections to all ports of these daemons; tries again until then."""
+    ports = {
+        (endpoint.address, port) for endpoint in endpoints for port in (endpoint.control_port, endpoint.payload_port)
+    }
+    await asyncio.gather(*(_reach(address, port) for address, port in ports))
+
+
+async def _reach(address: str, port: int) -> None:
+    while True:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _TRY_S)
+        except (OSError, asyncio.TimeoutError):
+            await asyncio.sleep(_PAUSE_S)
+        else:
+            writer.close()
+            return

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -16,6 +15,7 @@ from fusion_rt.local import elastic
 from fusion_rt.runner.agent import worker_variables
 from fusion_rt.runner.agent.function_call import FunctionFile, ResultFile
 from fusion_rt.runner.agent.oom import OomKills
+from fusion_rt.runner.agent.tasks import Tasks
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.runner.protocol.agent_messages import OUTPUT_CHUNK, REMOVED_S, Epoch, Job
@@ -45,8 +45,7 @@ class LocalWorkers:
         children: starts them.
         function: what they call, if they do.
         oom_kills: explains how they were killed.
-        spawn: runs a coroutine beside the others.
-        pump: runs what passes on their output.
+        tasks: the agent's.
 
     Attributes:
         server: their connections; None where membership is fixed.
@@ -60,8 +59,7 @@ class LocalWorkers:
         children: Children,
         function: FunctionFile | None,
         oom_kills: OomKills,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        pump: Callable[[Pump], None],
+        tasks: Tasks,
     ) -> None:
         self._job = job
         self._environ = environ
@@ -69,8 +67,7 @@ class LocalWorkers:
         self._children = children
         self._function = function
         self._oom_kills = oom_kills
-        self._spawn = spawn
-        self._pump = pump
+        self._tasks = tasks
         self._workers: dict[int, _Worker] = {}  # by slot
         self._leaving: set[asyncio.Future[int]] = set()  # the exits of workers that were told to go
         self.server: WorkerServer | None = None
@@ -119,7 +116,7 @@ class LocalWorkers:
             command = os.fsdecode(job.command[0])
             raise FusionError(f"the command {command!r} cannot be run: {error.strerror}") from None
         self._workers[slot] = worker = _Worker(child, rank, epoch.number if has_place else 0, has_place)
-        self._spawn(self._watch(slot, worker, result))
+        self._tasks.start(self._watch(slot, worker, result))
 
     def _place(self, epoch: Epoch, socket: str, slot: int, rank: int, has_place: bool) -> dict[str, str]:
         """The variables that tell a worker its place."""
@@ -138,7 +135,7 @@ class LocalWorkers:
             Pump(worker.child.stderr, self._channel, lambda data: _output(slot, worker, "stderr", data)),
         ]
         for pump in pumps:
-            self._pump(pump)
+            self._tasks.pump(pump)
         status = await worker.child.exit
         await settle(pumps, self._channel)
         if result is not None and status == 0 and worker.has_place:
@@ -166,7 +163,7 @@ class LocalWorkers:
                 if self.server is not None:
                     self.server.tell(slot, elastic.Removed(reason))
                 self._free(slot)
-                self._spawn(_see_off(worker.child))
+                self._tasks.start(_see_off(worker.child))
                 self._leaving.add(worker.child.exit)
                 worker.child.exit.add_done_callback(self._leaving.discard)
 

@@ -7,17 +7,47 @@ import pickle
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fusion_rt.choice.advice import advise, conditions_of, tell
 from fusion_rt.core.errors import SettingError
 from fusion_rt.run_function import pickled, worker_command
-from fusion_rt.runner.agent.measured_links import MeasuredLinks, measured_links
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.launcher import Launch
+from fusion_rt.settings import Settings
 from fusion_rt.units import NUMBER
 
 _MB, _MS = 1e6, 1e-3
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """The links of a job.
+
+    Attributes:
+        worst: latency (s) and seconds a byte of the worst one.
+        ring: the same of a ring in a measured order; None: the worst link is in it.
+    """
+
+    worst: tuple[float, float]
+    ring: tuple[float, float] | None
+
+
+def measured_links() -> MeasuredLinks:
+    """Joins the job of `fusionrun` that this process is a worker of, and leaves it; all workers have to.
+
+    Raises:
+        FusionError: the job did not come up.
+    """
+    from fusion_rt.client.client import Client  # brings numpy along, which the launcher need not wait for
+
+    environ, settings = os.environ, Settings.from_env()
+    client = Client(
+        environ["FUSION_SOCKET"], environ["FUSION_JOB_ID"], int(environ["HOROVOD_RANK"]), settings.start_timeout
+    )
+    welcome = client.welcome
+    client.close()
+    return MeasuredLinks((welcome.latency, welcome.seconds_per_byte), welcome.ring)
 
 
 def parse(text: str) -> tuple[float, float]:

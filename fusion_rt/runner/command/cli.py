@@ -26,10 +26,10 @@ from fusion_rt.runner.decisions.host_list import Host, parse_hostfile, parse_hos
 from fusion_rt.runner.decisions.limits import Limits
 from fusion_rt.runner.decisions.places import add_shard_hosts, fill, shard_host_names
 from fusion_rt.runner.launch import remote_shell
+from fusion_rt.runner.launch.console import process_age
 from fusion_rt.runner.launch.discovery import Discovery
 from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan
 from fusion_rt.runner.launch.launcher import launch
-from fusion_rt.runner.launch.phases import process_age
 from fusion_rt.settings import KNOBS, Settings
 from fusion_rt.units import SECONDS
 

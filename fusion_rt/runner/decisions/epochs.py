@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
 from fusion_rt.core.wording import counted
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.decisions.blacklist import Blacklist
-from fusion_rt.runner.decisions.first_start import FirstStart
 from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.decisions.host_states import HostStates
 from fusion_rt.runner.decisions.job_control import JobControl
 from fusion_rt.runner.decisions.limits import Limits
 from fusion_rt.runner.decisions.newcomers import Newcomers
-from fusion_rt.runner.decisions.next_places import NextPlaces
 from fusion_rt.runner.decisions.outcome import Failure, HostFailure, MembershipFailure, in_short
-from fusion_rt.runner.decisions.places import Place, Places
+from fusion_rt.runner.decisions.places import Place, Places, assign
 from fusion_rt.runner.decisions.worker_states import WorkerState, WorkerStates
 
 _TICK_S = 0.25
@@ -32,6 +32,112 @@ _MEET_S = 5.0  # seconds that a new host, or a worker that begins with another, 
 _HEAR_S = 2.0  # seconds that daemons have to say whom they have not reached, after the first of them
 _TELL_S = 5.0  # seconds after which it is said that the job waits for workers
 _CRASHES = 2  # of a host's daemon: one may be an accident, the next is taken for the host's fault
+_FAILURES = 3  # epochs that one host's workers may end before the job has come up
+
+
+class Recruits(NamedTuple):
+    """Workers that are to begin beside an epoch, and those that need not have begun.
+
+    `places`: of an epoch in which all of them and the present ones would be.
+    """
+
+    places: Places
+    wanted: list[Place]
+    surplus: list[Place]
+
+
+class NextPlaces:
+    """Places of the next epoch, from all that is known of hosts, of workers in the epoch, and of those beside it.
+
+    Args:
+        blacklist: hosts that are left out.
+        hosts: that the job is connected to.
+        newcomers: workers beside the epoch.
+        most: workers at most; None: as many as there are slots.
+
+    Attributes:
+        found: the hosts that there are.
+        workers: of the epoch that has begun last.
+    """
+
+    def __init__(self, blacklist: Blacklist, hosts: HostStates, newcomers: Newcomers, most: int | None) -> None:
+        self._blacklist = blacklist
+        self._hosts = hosts
+        self._newcomers = newcomers
+        self._most = most
+        self.found: tuple[Host, ...] = ()
+        self.workers = WorkerStates()
+
+    @property
+    def staying(self) -> list[Place]:
+        """Workers that have the state, by rank; first those of the epoch."""
+        return [*self.workers.alive(), *self._newcomers.returning]
+
+    def available(self, could: Callable[[str], bool]) -> list[Host]:
+        """Hosts that are not left out, and satisfy a condition."""
+        return [host for host in self.found if host.name not in self._blacklist and could(host.name)]
+
+    def who_have_asked(self) -> Places | None:
+        """The places of those who wait, and of those in the epoch, on hosts whose daemons listen; None if there are
+        none, or nobody among them has the state."""
+        return self._choose(self._hosts.listens, self._newcomers.asking)
+
+    def all_slots(self, listening: bool = False) -> Places | None:
+        """The places of all slots; `listening`: of hosts whose daemons do. None as above."""
+        return self._choose(self._hosts.listens if listening else lambda name: True, None)
+
+    def recruits(self) -> Recruits | None:
+        """Finds the slots that are free for workers, on hosts that are fit; None if there is no place at all."""
+        newcomers, staying = self._newcomers, self.staying
+        hosts = self.available(self._hosts.is_fit)
+        begun = [place for place in newcomers.present if place not in staying]
+        unusable = {*staying, *begun} | newcomers.closed
+        slots = [(host.name, slot) for host in hosts for slot in range(host.slots)]
+        free = [place for place in slots if place not in unusable]
+        places = assign(hosts, staying, self._most, [*begun, *free], nodes=self._hosts.nodes)
+        if places is None:
+            return None
+        fit = {host.name for host in hosts}
+        surplus = [place for place in begun if place not in places.ranks and place[0] in fit]
+        return Recruits(places, [place for place in free if place in places.ranks], surplus)
+
+    def _choose(self, could: Callable[[str], bool], joining: list[Place] | None) -> Places | None:
+        """Places without anybody who has the state would lose it, so if there is none on the hosts that are available,
+        those on hosts that are left out may stay."""
+        hosts, staying = self.available(could), self.staying
+        alive = Counter(name for name, _ in staying)
+        if alive and not any(host.name in alive for host in hosts):
+            here = [host for host in self.found if host.name in alive and could(host.name)]
+            if not here:
+                return None
+            hosts = [replace(host, slots=min(host.slots, alive[host.name])) for host in here] + hosts
+        return assign(hosts, staying, self._most, joining, self._newcomers.given_up, self._hosts.nodes)
+
+
+class FirstStart:
+    """Failures of hosts before the job has come up.
+
+    Attributes:
+        is_over: the job has come up. From now on somebody has to bring the state to each epoch.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._failed: set[tuple[str, int]] = set()  # hosts whose workers have failed, and in which epoch
+
+    def fail(self, host: str, number: int) -> None:
+        """A worker has failed in an epoch."""
+        self._failed.add((host, number))
+
+    def is_hopeless(self, hosts: Iterable[Host]) -> bool:
+        """Tells whether workers failed on each of the hosts, or on one again and again.
+
+        The script fails then, and would fail in every epoch. Others of its workers may have been ended before they came
+        so far (`JobControl.abandon`). Horovod ends a job when all hosts that took part have had a failure
+        (horovod/runner/elastic/registration.py).
+        """
+        times = Counter(host for host, _ in self._failed)
+        return all(host.name in times for host in hosts) or max(times.values(), default=0) >= _FAILURES
 
 
 class Epochs:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -13,19 +15,203 @@ from fusion_rt.core.errors import WireError
 from fusion_rt.host.bootstrap import Abandon, Endpoint, PeerTable, Reform
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.decisions.host_list import Host
-from fusion_rt.runner.decisions.outcome import Failure
+from fusion_rt.runner.decisions.outcome import Failure, ending
 from fusion_rt.runner.decisions.places import Place, Places
 from fusion_rt.runner.launch import remote_shell
-from fusion_rt.runner.launch.agent_link import AgentLink, Event
-from fusion_rt.runner.launch.daemon_logs import DaemonLogs
+from fusion_rt.runner.launch.console import Console
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
-from fusion_rt.runner.launch.printer import Printer
+from fusion_rt.runner.launch.worker_output import DaemonLogs
 from fusion_rt.runner.protocol import agent_messages
-from fusion_rt.runner.protocol.child_processes import Children
+from fusion_rt.runner.protocol.agent_messages import LINE_START, MAX_AGENT_LINE, FromAgent, Job, Ping, decode_from_agent
+from fusion_rt.runner.protocol.child_processes import Child, Children
+from fusion_rt.runner.protocol.pipes import Silence
 
 TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horovod has it
 END_S = 3.0  # seconds an agent has, beyond the grace, to end
 _DROP_S = 2.0  # seconds that an agent has to end which is no longer waited for
+_STDERR_TAIL = 8 * 1024  # bytes
+_LAST_WORDS_S = 0.25  # for the rest of what the agent's command says when it has ended
+_EXIT_S = 5.0  # for the agent's command to end when it has closed its output
+_BANNER_LINES = 1000  # that a login shell may print in front of the agent's first message
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The agent, or the connection to it, ended. No more events come from it.
+
+    Attributes:
+        status: exit status of the command that ran the agent, or minus the signal that ended it.
+        last_words: the end of its standard error, or if that was silent, of what was said before the first message.
+        protocol_error: what it sent that is not a message; then it was killed for that.
+        silence: seconds for which it had said nothing, when it was killed for that; else 0.
+    """
+
+    status: int
+    last_words: str
+    protocol_error: str = ""
+    silence: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        """The reason why an agent is lost that had passed its checks."""
+        if self.protocol_error:
+            return f"its agent broke the protocol ({self.protocol_error}); is the same fusion_rt installed there?"
+        if self.silence:
+            return (
+                f"its agent has been silent for {self.silence:g} s: it was stopped or hangs, or the host, or the "
+                "network to it, is gone"
+            )
+        words = self.last_words.strip().splitlines()
+        why = f": {words[-1]}" if words else ""
+        return f"the connection to it was lost; its agent {ending(self.status)}{why}"
+
+
+Event: TypeAlias = "FromAgent | Lost"
+
+
+class Hearer(Protocol):
+    """The job that the agents are of; `launcher.Launch`."""
+
+    def hear(self, number: int, event: Event) -> None:
+        """Takes an event of the agent of this number.
+
+        Raises:
+            WireError: it makes no sense.
+        """
+
+    async def room(self) -> None:
+        """Waits until there may be more to hear: an agent whose job cannot keep up is slowed down."""
+
+    def watch(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine beside everything else, and ends the job if it fails, which it must not."""
+
+
+class AgentLink:
+    """One host's agent.
+
+    Args:
+        node: index of the host.
+        argv: runs the agent.
+        environment: of that command.
+        directory: working directory of that command.
+        hearer: is given each event.
+        silence_limit: seconds without a message after which the agent is killed; 0: never.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        argv: Sequence[str],
+        environment: Mapping[bytes, bytes],
+        directory: bytes,
+        hearer: Hearer,
+        silence_limit: float = 0.0,
+    ) -> None:
+        self.node = node
+        self._argv = argv
+        self._environment = environment
+        self._directory = directory
+        self._hearer = hearer
+        self._silence = Silence(silence_limit)
+        self._child: Child | None = None
+        self._stderr = b""
+        self._banner = b""
+        self._unwanted = False
+
+    async def run(self, job: Job, children: Children) -> None:
+        """Starts the agent, sends it its job, and reports what it says until it ends."""
+        try:
+            # It finds out by itself when this process ends, and then ends what it has started.
+            child = await children.start(
+                self._argv,
+                self._environment,
+                self._directory,
+                has_input=True,
+                dies_with_parent=False,
+                line_limit=MAX_AGENT_LINE,
+            )
+        except OSError as error:
+            self._hearer.hear(self.node, Lost(127, f"{self._argv[0]}: {error.strerror}"))
+            return
+        self._child = child
+        stderr = asyncio.create_task(self._keep_stderr(child))
+        self.send(job)
+        if self._unwanted:
+            self.interrupt()
+        problem, silence = "", 0.0
+        reading = asyncio.ensure_future(self._read(child))
+        watching = asyncio.ensure_future(self._silence.wait())
+        await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        if not reading.done():
+            silence = self._silence.limit
+            reading.cancel()
+            child.signal(signal.SIGTERM)
+            child.signal(signal.SIGCONT)  # a stopped agent goes on, and can end what the kernel would leave
+        elif isinstance(reading.exception(), WireError):
+            problem = str(reading.exception())
+            self.kill()
+        else:
+            reading.result()
+        await asyncio.wait([child.exit], timeout=_EXIT_S)
+        self.kill()
+        status = await child.exit
+        # ssh may leave a process behind that holds the pipe open, for the connections that follow (ControlPersist).
+        await asyncio.wait([stderr], timeout=_LAST_WORDS_S)
+        child.close()
+        last_words = self._stderr if self._stderr.strip() else self._banner
+        self._hearer.hear(self.node, Lost(status, last_words.decode(errors="replace"), problem, silence))
+
+    @property
+    def overdue(self) -> float:
+        """Seconds since the agent should have given a sign of life."""
+        return self._silence.overdue
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends a message, if the agent is still there."""
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.send_now(message)
+
+    async def feed(self, messages: Iterable[msgspec.Struct]) -> None:
+        """Sends many messages, no faster than the agent reads them, as long as it is there."""
+        for message in messages:
+            if self._child is None or self._child.stdin is None:
+                return
+            await self._child.stdin.send(message)
+
+    def interrupt(self) -> None:
+        """Ends an agent that may not be there yet to hear a message (ssh may still be trying to connect)."""
+        self._unwanted = True
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.abort()
+            self._child.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills the command that runs the agent; the agent itself, if it is elsewhere, then ends its children."""
+        self._unwanted = True
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
+
+    async def _read(self, child: Child) -> None:
+        """Reports messages until the end of the agent's output."""
+        banner_lines = _BANNER_LINES
+        while line := await child.stdout.line():
+            self._silence.heard()
+            if banner_lines > 0 and not line.startswith(LINE_START):
+                banner_lines -= 1
+                self._banner = (self._banner + line)[-_STDERR_TAIL:]
+                continue
+            banner_lines, self._banner = 0, b""
+            message = decode_from_agent(line)
+            if not isinstance(message, Ping):
+                self._hearer.hear(self.node, message)
+            self._silence.listening = False
+            await self._hearer.room()
+            self._silence.listening = True  # from the first message on; before it, --start-timeout is the limit
+
+    async def _keep_stderr(self, child: Child) -> None:
+        while data := await child.stderr.read():
+            self._stderr = (self._stderr + data)[-_STDERR_TAIL:]
 
 
 class HostAgent:
@@ -71,49 +257,32 @@ class HostAgent:
 
 
 class Agents:
-    """All agents; the `JobControl` of what decides about the job.
+    """All agents; the `JobControl` of the decisions about the job.
 
     Args:
         plan: the job.
         silence_limit: seconds after which launcher and agent take each other for gone.
-        printer: passes on what daemons log.
-        watch: runs the connection to an agent beside everything else.
-        on_event: is given the number of an agent, and what it says.
-        room: is awaited before more is read from an agent.
-        on_begin: is told the number and the places of an epoch that begins, and of others (0) that are spoken of.
-        say: tells the person.
-        end: ends the job, for these failures.
+        console: is told of epochs, and passes on what daemons log.
+        hearer: hears the agents.
 
     Attributes:
         present: by number, those that may not have ended.
         children: starts them; to be set before there is any.
+        running: a task for each agent.
         topology: of the last epoch that has begun.
+        verdict: it was decided that the job ends, with these failures; None: it was not.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        silence_limit: float,
-        printer: Printer,
-        watch: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        on_event: Callable[[int, Event], None],
-        room: Callable[[], Awaitable[None]],
-        on_begin: Callable[[int, Places], None],
-        say: Callable[[str], None],
-        end: Callable[[Sequence[Failure]], None],
-    ) -> None:
+    def __init__(self, plan: LaunchPlan, silence_limit: float, console: Console, hearer: Hearer) -> None:
         self._plan = plan
         self._silence_limit = silence_limit
-        self._printer = printer
-        self._watch = watch
-        self._on_event = on_event
-        self._room = room
-        self._on_begin = on_begin
-        self.say = say
-        self.end = end
+        self._console = console
+        self._hearer = hearer
         self.present: dict[int, HostAgent] = {}
         self.children: Children
-        self.running: set[asyncio.Task[None]] = set()  # one for each agent
+        self.running: set[asyncio.Task[None]] = set()
+        self.topology = plan.places.topology
+        self.verdict: Sequence[Failure] | None = None
         self._count = 0  # of agents that there were
         self._current: dict[str, int] = {}  # by host: the number of the agent that the decisions are about
         self._only: Places | None = None  # where membership is fixed
@@ -143,11 +312,11 @@ class Agents:
         argv, environment = remote_shell.agent_argv(plan, host), remote_shell.agent_environment(plan)
         # A local agent has no business among the files of the working directory, which might shadow Python's modules.
         directory = plan.directory if remote_shell.is_remote(plan, host) else b"/"
-        link = AgentLink(number, argv, environment, directory, self._on_event, self._room, self._silence_limit)
+        link = AgentLink(number, argv, environment, directory, self._hearer, self._silence_limit)
         slots = min(host.slots, (elastic.limits.most if elastic else None) or host.slots)
         epoch = None if self._only is None else self._epoch(1, self._only, host.name)
         agent = self.present[number] = HostAgent(
-            host, slots if epoch is None else len(epoch.slots), link, DaemonLogs(host.name, self._printer)
+            host, slots if epoch is None else len(epoch.slots), link, DaemonLogs(host.name, self._console.printer)
         )
         if epoch is not None:
             agent.node = epoch.node
@@ -168,7 +337,7 @@ class Agents:
             loopback=self._loopback(),
             epoch=epoch,
         )
-        task = self._watch(link.run(job, self.children))
+        task = self._hearer.watch(link.run(job, self.children))
         self.running.add(task)
         task.add_done_callback(self.running.discard)
 
@@ -196,7 +365,8 @@ class Agents:
         self._tell([host], agent_messages.Reach(serial, tuple(endpoints)))
 
     def begin(self, number: int, places: Places, endpoints: Sequence[Endpoint], waiting: Collection[Place]) -> None:
-        self._on_begin(number, places)
+        self.topology = places.topology
+        self._console.begin_epoch(number, places)
         if self._only is not None:
             if len(endpoints) > 1:
                 self._tell(places.names, agent_messages.Introduce(PeerTable(tuple(endpoints))))
@@ -209,7 +379,7 @@ class Agents:
             self._tell([host], agent_messages.Begin(reform, epoch, slots))
 
     def recruit(self, number: int, place: Place, would: Places) -> None:
-        self._on_begin(0, would)
+        self._console.expect(would.size)
         epoch = self._epoch(number, would, place[0])
         self.present[self._current[place[0]]].note_places(epoch)
         self._tell([place[0]], agent_messages.Recruit(place[1], epoch))
@@ -236,6 +406,12 @@ class Agents:
     def tell_change(self, added: bool, removed: bool) -> None:
         self._told_at = max(time.time(), self._told_at + 1e-3)
         self._tell(self._current, agent_messages.Changed(self._told_at, added, removed))
+
+    def say(self, line: str) -> None:
+        self._console.say(line)
+
+    def end(self, failures: Sequence[Failure]) -> None:
+        self.verdict = tuple(failures)
 
     def _loopback(self) -> bool | None:
         """Tells whether no daemon has to be reached from outside; None if others may come."""
@@ -275,7 +451,7 @@ class Agents:
         """Drops the agents that did not end in time."""
         for agent in self.present.values():
             if agent.is_told:  # nodes without workers are told when the others have ended
-                self.say(f"fusionrun: host {agent.host.name} did not confirm that the job is over there")
+                self._console.say(f"fusionrun: host {agent.host.name} did not confirm that the job is over there")
                 agent.link.kill()
 
     def _tell_to_stop(self, agents: Sequence[HostAgent], grace: float) -> bool:

@@ -12,12 +12,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
-from fusion_rt.core.wording import counted
 from fusion_rt.host.bootstrap import EpochOver
 from fusion_rt.runner.decisions.blacklist import Blacklist
 from fusion_rt.runner.decisions.fixed import Fixed
@@ -31,13 +30,10 @@ from fusion_rt.runner.decisions.outcome import (
     first_cause,
     tell,
 )
-from fusion_rt.runner.decisions.places import Place, Places
-from fusion_rt.runner.launch import phases, remote_shell
-from fusion_rt.runner.launch.agent_link import Event, Lost
-from fusion_rt.runner.launch.agents import END_S, TERM_GRACE, Agents, HostAgent
+from fusion_rt.runner.launch import console, remote_shell
+from fusion_rt.runner.launch.agents import END_S, TERM_GRACE, Agents, Event, HostAgent, Lost
+from fusion_rt.runner.launch.console import Console
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
-from fusion_rt.runner.launch.printer import Printer
-from fusion_rt.runner.launch.worker_output import WorkerOutput
 from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.runner.protocol.child_processes import Children
 from fusion_rt.runner.protocol.pipes import BEATS
@@ -47,9 +43,6 @@ if TYPE_CHECKING:
 
 INTERRUPT_GRACE = 3.0  # seconds when a person or a batch system interrupts: with the rest, all is over within 5
 _SILENCE = 6.0  # times FUSION_HEARTBEAT_TIMEOUT, after which launcher and agent take each other for gone
-_HOLD_S = 1.0  # seconds for which a traceback may wait for its end
-_FLUSH_S = 5.0  # seconds the reader of our own output has to take the rest of it
-_FLUSH_INTERRUPTED_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,7 +61,6 @@ class Launch:
     Attributes:
         failures: what has gone wrong, in the order in which it did.
         results: what the workers' function returned, pickled, by rank; whole when the job has succeeded.
-        topology: who was where, at last.
 
     Raises:
         OSError: the files for the output cannot be made.
@@ -76,21 +68,14 @@ class Launch:
 
     def __init__(self, plan: LaunchPlan, gone: float = 0.0) -> None:
         self._plan = plan
-        self._printer = Printer()
-        self.topology: Topology = plan.places.topology
-        self._output = WorkerOutput(self._printer, self.topology.size, plan.output_directory, plan.timestamps)
+        self._console = Console(plan, gone)
         self._silence_limit = _SILENCE * plan.settings.heartbeat_timeout
-        self._phases = phases.Phases(len(plan.places.hosts), gone)
         self.failures: list[Failure] = []
         self.results: dict[int, bytearray] = {}
-        self._agents = Agents(
-            *(plan, self._silence_limit, self._printer, self._watch, self._on_event, self._room, self._on_begin),
-            *(self._say, self._end),
-        )
+        self._agents = Agents(plan, self._silence_limit, self._console, self)
         self._decisions = self._make_decisions()
         self._interrupt = 0  # the signal that ended the job
         self._stopping = False
-        self._has_output = False
         self._has_joined = False
         self._over = asyncio.Event()
         self._crash: BaseException | None = None
@@ -98,7 +83,6 @@ class Launch:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # for the next decision, or the end of the grace
         self._due = math.inf  # when the next decision is
-        self._release: asyncio.TimerHandle | None = None  # for output that is held
 
     def _make_decisions(self) -> Fixed | Epochs:
         plan, settings = self._plan, self._plan.settings
@@ -117,16 +101,16 @@ class Launch:
             The exit status: 0 when all workers succeeded, 1 when anything failed, 128 + n when signal n ended the job.
         """
         for warning in self._plan.warnings:
-            self._warn(warning)
-        self._reach(phases.LAUNCHER)
+            self._console.warn(warning)
+        self._console.reach(console.LAUNCHER)
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, wants it ignored
                 self._loop.add_signal_handler(number, self._on_signal, number)
         self._agents.children = children = Children()
-        self._tasks.append(self._watch(self._ping()))
+        self._tasks.append(self.watch(self._ping()))
         elastic = self._plan.elastic
         if elastic is not None and elastic.script is not None:
-            self._tasks.append(self._watch(elastic.script.follow(children, self._on_hosts, self._warn)))
+            self._tasks.append(self.watch(elastic.script.follow(children, self._on_hosts, self._console.warn)))
         try:
             self._on_hosts(self._plan.places.hosts)
             await self._over.wait()
@@ -142,7 +126,7 @@ class Launch:
         self._set_timer(None)
         return await self._finish()
 
-    def _watch(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def watch(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs something beside everything else, and ends the job if it fails, which it must not."""
         task = asyncio.create_task(coroutine)
         task.add_done_callback(self._on_done)
@@ -169,20 +153,23 @@ class Launch:
         self._await_decision()
 
     def _await_decision(self) -> None:
-        """Sets the timer for what is decided when nothing happens."""
+        """Does what was decided last, and sets the timer for what is decided when nothing happens."""
+        if self._agents.verdict is not None and not self._stopping:
+            self.failures = list(self._agents.verdict)
+            self._stop(TERM_GRACE)
         due = self._decisions.due
         if not self._stopping and due != self._due:
             self._due = due
             self._set_timer(None if due == math.inf else max(0.0, due - time.monotonic()), self._tick)
 
-    def _on_event(self, number: int, event: Event) -> None:
-        """Hears of an agent."""
+    def hear(self, number: int, event: Event) -> None:
+        """Takes an event of an agent."""
         agent = self._agents.present[number]
         name = agent.host.name
         match event:
             case agent_messages.Output(slot, rank, stream, data):
                 agent.check(slot, rank)
-                self._print((name, slot), rank, stream, data)
+                self._console.print((name, slot), rank, stream, data)
             case agent_messages.Result(rank, data):
                 agent.check(rank=rank)
                 self.results.setdefault(rank, bytearray()).extend(data)
@@ -193,12 +180,13 @@ class Launch:
                 # it has started.
                 if phase == "started" and self._agents.is_current(agent):
                     self._decisions.started(name, epoch)
-                self._on_phase(name, epoch, phase)
+                self._has_joined = self._has_joined or phase == "joined"
+                self._console.reach_in_epoch(name, epoch, phase)
             case Lost():
                 self._on_lost(number, agent, event)
             case agent_messages.Refused(reasons) if not self._agents.is_current(agent):
                 for reason in reasons:  # too late to matter, but somebody may have to clean up
-                    self._say(f"fusionrun: host {name}: {reason}")
+                    self._console.say(f"fusionrun: host {name}: {reason}")
             case _ if self._agents.is_current(agent):
                 self._on_news(agent, name, event)
         self._await_decision()
@@ -211,8 +199,8 @@ class Launch:
                 decisions.answered(name)
             case agent_messages.Ready():
                 agent.is_ready = True
-                self._reach(phases.AGENTS, name)
-                self._tasks.append(self._watch(self._make_ready(agent)))
+                self._console.reach(console.AGENTS, name)
+                self._tasks.append(self.watch(self._make_ready(agent)))
             case agent_messages.Refused(reasons):
                 decisions.refused(HostFailure(name, reasons))
             case agent_messages.DaemonUp(endpoint, serial):
@@ -220,7 +208,7 @@ class Launch:
                     if endpoint.node != agent.node or agent.has_listened:
                         raise WireError(f"an endpoint of node {endpoint.node} came from host {name}")
                     agent.has_listened = True
-                    self._reach(phases.DAEMONS, name)
+                    self._console.reach(console.DAEMONS, name)
                     decisions.daemon_up(name, serial, endpoint)
             case agent_messages.InReach(serial):
                 decisions.reached(name, serial)
@@ -230,10 +218,10 @@ class Launch:
                     reason = reason or ("" if status == -signal.SIGKILL else agent.logs.last)
                     decisions.daemon_down(name, serial, self._daemon_failure(agent, status, reason, event.reason))
             case EpochOver(epoch, lost, reason):
-                self._note(f"epoch {epoch} is over on host {name}: {reason}")
+                self._console.note(f"epoch {epoch} is over on host {name}: {reason}")
                 decisions.missed(name, epoch, lost)
             case agent_messages.WorkersUp():
-                self._reach(phases.WORKERS, name)
+                self._console.reach(console.WORKERS, name)
             case agent_messages.Asked(slot, epoch, error, is_unfit):
                 decisions.asked(name, slot, epoch, error.strip(), is_unfit)
             case agent_messages.Exited(slot, unused=True):
@@ -242,7 +230,7 @@ class Launch:
                 agent.check(slot)
                 rank = decisions.rank_of(name, slot)
                 if rank is not None:
-                    tail = self._output.tail((name, slot))
+                    tail = self._console.tail((name, slot))
                     decisions.ended(name, slot, WorkerFailure(name, rank, status, tail, killed) if status else None)
 
     async def _make_ready(self, agent: HostAgent) -> None:
@@ -274,7 +262,7 @@ class Launch:
         name, words = agent.host.name, event.last_words.strip()
         if not is_current:
             if event.status > 0 and agent.is_ready and words:
-                self._say(f"fusionrun: the agent of host {name} failed: {words}")
+                self._console.say(f"fusionrun: the agent of host {name} failed: {words}")
             if self._stopping:
                 self._stop_the_rest()
             return
@@ -284,31 +272,15 @@ class Launch:
             why = remote_shell.explain(self._plan, agent.host, event.status, event.last_words)
         self._decisions.lost(HostFailure(name, (why,)))
 
-    def _on_begin(self, number: int, places: Places) -> None:
-        """An epoch begins with these places; or (0) a worker begins that is to have one of them."""
-        if number == 0:
-            self._output.make_files(places.size)
-            return
-        self.topology = places.topology
-        if self._plan.elastic is not None:
-            self._output.change(places.size)
-            workers, hosts = counted(places.size, "worker"), counted(len(places.names), "host")
-            self._note(f"epoch {number} begins with {workers} on {hosts}")
-
     # The end
-
-    def _end(self, failures: Sequence[Failure]) -> None:
-        """It was decided that the job ends."""
-        self.failures = list(failures)
-        self._stop(TERM_GRACE)
 
     def _stop(self, grace: float) -> None:
         if self._stopping:
             return
         self._stopping = True
-        self._note("stopping" if self.failures or self._interrupt else "all workers ended")
+        self._console.note("stopping" if self.failures or self._interrupt else "all workers ended")
         if not (self.failures or self._interrupt or self._has_joined) and self._is_of_several:
-            self._warn(
+            self._console.warn(
                 f'no worker has joined the job, by hvd.init() or init_process_group("fusion"): {self.topology.size} '
                 "processes ran the script, each alone"
             )
@@ -317,6 +289,11 @@ class Launch:
         if self._agents.stop_workers(grace):
             self._set_timer(grace + END_S, self._give_up)
         self._stop_the_rest()
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts and ranks of the last epoch that has begun."""
+        return self._agents.topology
 
     @property
     def _is_of_several(self) -> bool:
@@ -330,7 +307,7 @@ class Launch:
 
     def _give_up(self) -> None:
         self._agents.give_up()
-        self._printer.wait_no_more()
+        self._console.printer.wait_no_more()
 
     def _on_signal(self, number: int) -> None:
         """The first signal stops the job, a second one kills it."""
@@ -338,75 +315,33 @@ class Launch:
             self._agents.kill_all()
         else:
             self._interrupt = number
-            self._say(f"fusionrun: {signal.Signals(number).name}: stopping the job; once more kills it")
-            self._printer.wait_no_more()  # perhaps nobody reads, and the person stops the job for that very reason
+            self._console.say(f"fusionrun: {signal.Signals(number).name}: stopping the job; once more kills it")
+            self._console.printer.wait_no_more()  # perhaps nobody reads, and the person stops the job for that reason
             self._stop(INTERRUPT_GRACE)
 
     async def _finish(self) -> int:
         """Prints what is left to be said, the cause of a failure last."""
-        self._output.flush()
-        for fd, error in self._printer.failures.items():
-            name = {1: "standard output", 2: "standard error"}.get(fd, "a file of --output-filename")
-            self._say(f"fusionrun: some output was lost: {name}: {error.strerror}")
+        self._console.flush()
         if self.failures and not self._interrupt:
             cause = first_cause(self.failures)
             if isinstance(cause, WorkerFailure):
-                self._printer.write(1, f"{cause.exit_line}\n".encode())
+                self._console.printer.write(1, f"{cause.exit_line}\n".encode())
             for line in tell(self.failures):
-                self._say(line)
-        self._note("over")
-        if await self._printer.close(_FLUSH_S if not self._interrupt else _FLUSH_INTERRUPTED_S):
-            self._output.close()
+                self._console.say(line)
+        self._console.note("over")
+        await self._console.close(is_interrupted=bool(self._interrupt))
         if self._interrupt:
             return 128 + self._interrupt
         return 1 if self.failures else 0
 
-    # Output
-
-    def _print(self, place: Place, rank: int, stream: agent_messages.Stream, data: bytes) -> None:
-        """Passes on what a worker printed."""
-        if not self._has_output:
-            self._has_output = True
-            self._note(f"first output, of rank {rank}")
-        self._output.feed(place, rank, stream, data)
-        if self._output.holds and self._release is None:
-            self._release = self._loop.call_later(_HOLD_S, self._release_output)
-
-    def _release_output(self) -> None:
-        self._release = None
-        self._output.release()
-
-    async def _room(self) -> None:
+    async def room(self) -> None:
         """Waits until our own output can take more."""
-        await self._printer.room()
-        if isinstance(self._printer.failures.get(1), BrokenPipeError) and not self._stopping:
+        await self._console.printer.room()
+        if self._console.is_unread and not self._stopping:
             self._interrupt = signal.SIGPIPE
             self._stop(TERM_GRACE)
-
-    def _on_phase(self, host: str, epoch: int, phase: str) -> None:
-        self._has_joined = self._has_joined or phase == "joined"
-        if self._plan.elastic is None:
-            self._reach(phases.OF_DAEMON[phase], host)
-        else:
-            self._note(f"epoch {epoch}: {phase} on host {host}")
-
-    def _reach(self, phase: str, host: str = "") -> None:
-        """Reports a phase of the start; an elastic job has as many starts as epochs."""
-        for line in self._phases.reach(phase, host) if self._plan.elastic is None or not host else ():
-            if self._plan.verbose:
-                self._say(f"fusionrun: {line}")
 
     def _set_timer(self, delay: float | None, then: Callable[[], None] | None = None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if delay is None or then is None else self._loop.call_later(delay, then)
-
-    def _note(self, what: str) -> None:
-        if self._plan.verbose:
-            self._say(f"fusionrun: {self._phases.seconds:.2f} s: {what}")
-
-    def _warn(self, text: str) -> None:
-        self._say(f"fusionrun: warning: {text}")
-
-    def _say(self, line: str) -> None:
-        self._printer.write(2, os.fsencode(line) + b"\n")

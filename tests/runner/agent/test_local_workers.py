@@ -18,7 +18,7 @@ def test_a_worker_that_is_ended_before_it_has_begun_can_connect_no_more(monkeypa
     killed = []
     monkeypatch.setattr(local_workers, "signal_tree", lambda pid, number: killed.append((pid, number)))
     nothing = cast(Any, None)
-    workers = LocalWorkers(nothing, {}, nothing, nothing, nothing, nothing, nothing, nothing)
+    workers = LocalWorkers(nothing, {}, nothing, nothing, nothing, nothing, nothing)
     workers.server = cast(Any, SimpleNamespace(knows=lambda slot: slot == 1))
     for slot in (0, 1):
         workers._workers[slot] = _Worker(cast(Any, SimpleNamespace(pid=100 + slot)), slot, 1, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fusion_rt.runner.launch.phases import AGENTS, DAEMONS, LAUNCHER, OF_DAEMON, WORKERS, Phases, process_age
+from fusion_rt.runner.launch.console import AGENTS, DAEMONS, LAUNCHER, OF_DAEMON, WORKERS, Phases, process_age
 
 
 def test_a_phase_is_reached_when_every_host_has() -> None:
