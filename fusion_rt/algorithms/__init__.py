@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Apply, Place, Signal
+from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Place, Signal
 from fusion_rt.algorithms.asynchronous import ASP, DCASGD, SSP, Collaborative, Hogwild, Partial, Softsync
 from fusion_rt.algorithms.averaging import EASGD, EAWild
 from fusion_rt.algorithms.neighbours import ADPSGD, DPSGD, SGP, Choco, NoLoCo
@@ -32,7 +32,6 @@ __all__ = [
     "Algorithm",
     "AlgorithmError",
     "AllReduce",
-    "Apply",
     "AsynchronousDecentralized",
     "Choco",
     "Collaborative",

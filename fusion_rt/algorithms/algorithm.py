@@ -29,16 +29,6 @@ class Signal(enum.Enum):
     CONSENSUS = "changes of parameters, and their origin"
 
 
-class Apply(enum.Enum):
-    """The use that a worker makes of an answer."""
-
-    OPTIMIZER = "the script's optimizer steps with it, as with a gradient"
-    PARAMETERS = "it becomes the parameters, or is added to them"
-    OUTER = "an outer optimizer steps with it, from where the last one came to"
-    PAIR = "an outer optimizer steps with it, which is a change towards another rank's"
-    ADOPTED = "changes are counted from it, and parameters mixed with it"
-
-
 class Place(enum.Enum):
     """The place of a bucket's home."""
 
@@ -57,7 +47,6 @@ class Algorithm(ABC):
     Attributes:
         name: in the text: `name` or `name(argument=value, ...)`.
         signal: what a worker posts.
-        apply: what a worker does with the answer.
         place: where the home of a bucket is.
         synchronous: every rank waits for every rank in each exchange.
         anywhere: workers may be anywhere, so that a node's share of the homes is what its link carries.
@@ -73,7 +62,6 @@ class Algorithm(ABC):
 
     name: ClassVar[str]
     signal: ClassVar[Signal] = Signal.GRADIENT
-    apply: ClassVar[Apply] = Apply.PARAMETERS
     place: ClassVar[Place] = Place.SHARD
     synchronous: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False

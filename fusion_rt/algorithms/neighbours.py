@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Apply, Place, Signal, not_negative
+from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Place, Signal, not_negative
 from fusion_rt.algorithms.outer_steps import OuterSteps
 from fusion_rt.codecs import Codec
 from fusion_rt.core import mixing
@@ -123,7 +123,6 @@ class NoLoCo(OuterSteps, _Gossip):
 
     name = "noloco"
     signal = Signal.CONSENSUS
-    apply = Apply.PAIR
     topology: str = "random-pairs"
     steps: int = 100
     outer_momentum: float = 0.5

@@ -8,7 +8,6 @@ from functools import cached_property
 from fusion_rt.algorithms.algorithm import (
     Algorithm,
     AlgorithmError,
-    Apply,
     Place,
     Signal,
     fraction,
@@ -93,7 +92,6 @@ class DiLoCo(OuterFragments):
     """
 
     name = "diloco"
-    apply = Apply.OUTER
     place = Place.NOWHERE
     synchronous = True
 
@@ -140,7 +138,6 @@ class Decoupled(OuterFragments):
 
     name = "decoupled"
     is_replicable = True
-    apply = Apply.ADOPTED
     waits_for_answers = False
     steps: int = 100
     outer_momentum: float = 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fusion_rt.algorithms.algorithm import Algorithm, Apply, Place, Signal, not_negative, positive
+from fusion_rt.algorithms.algorithm import Algorithm, Place, Signal, not_negative, positive
 from fusion_rt.codecs import Codec
 
 
@@ -14,7 +14,6 @@ class AllReduce(Algorithm):
     """Synchronous SGD by all-reduce: every rank applies the mean of all gradients."""
 
     name = "allreduce"
-    apply = Apply.OPTIMIZER
     place = Place.NOWHERE
     synchronous = True
 

@@ -19,13 +19,15 @@ from fusion_rt.torch.core.compressors import Compression, codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.signatures import Adasum, Average, id_of, resolve
-from fusion_rt.torch.sync.at_step.at_homes import AtHomes
-from fusion_rt.torch.sync.at_step.local_steps import AdasumAtStep, LocalSteps
+from fusion_rt.torch.sync.at_step.adasum import AdasumAtStep, CombinedSteps
+from fusion_rt.torch.sync.at_step.at_homes import AtHomes, OfGradients
+from fusion_rt.torch.sync.at_step.at_step import AtStep
+from fusion_rt.torch.sync.at_step.local_steps import LocalSteps, OfParameters
+from fusion_rt.torch.sync.at_step.outer_optimizer import chosen_outer_optimizer
 from fusion_rt.torch.sync.broadcasting import broadcast_step
-from fusion_rt.torch.sync.in_backward import InBackward
+from fusion_rt.torch.sync.in_backward import InBackward, ReducedGradients
 from fusion_rt.torch.sync.options import Options
-from fusion_rt.torch.sync.overlap.later import Later
-from fusion_rt.torch.sync.overlap.ways import chosen_overlap
+from fusion_rt.torch.sync.overlap.after_step import AfterStep
 from fusion_rt.torch.sync.parameters import (
     Groups,
     are_shards,
@@ -35,11 +37,12 @@ from fusion_rt.torch.sync.parameters import (
     names_of,
     optimizer_spec,
 )
-from fusion_rt.torch.sync.strategies import Differences, OuterStep, strategies
 from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.update_rule import UpdateRule
 from fusion_rt.torch.sync.when import When
 from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, rewrap, wrap
 
+OVERLAPS = ("none", "forward", "stale")
 _DistributedOptimizer = Wrapped  # under this name of Horovod's, other libraries import it
 
 
@@ -130,7 +133,7 @@ def DistributedOptimizer(
         resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen, "allreduce",
         packages=algorithms.packages(spec, codecs.parse(chosen)),
     )  # fmt: skip
-    options = Options(reduction, process_set, compressor=compressor)
+    options = Options(reduction, process_set, ReducedGradients(), compressor)
     make = _chosen(InBackward, backward_passes_per_step)
     if not spec.sums_gradients and takes_part(process_set):
         replanning(settings, f"{spec} is no all-reduce", here.rank)
@@ -141,13 +144,14 @@ def DistributedOptimizer(
         reduction = wire.Reduction(
             "average", codec=chosen, algorithm=str(spec), optimizer=shard, packages=reduction.packages
         )
-        options = Options(reduction, process_set, *strategies(spec, codecs.parse(chosen)), sparse_as_dense=True)
-        make = _chosen(AtHomes if spec.steps_at_home else LocalSteps, backward_passes_per_step)
+        family, rule = family_of(spec, codecs.parse(chosen))
+        options = Options(reduction, process_set, rule, sparse_as_dense=True)
+        make = _chosen(family, backward_passes_per_step)
     elif op == Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         replanning(settings, "it is for Adasum", here.rank)
-        options = replace(options, posted=Differences(), applied=OuterStep(1.0, 0.0, remembers=False))
+        options = replace(options, rule=CombinedSteps())
         make = _chosen(AdasumAtStep, backward_passes_per_step)
     else:
         tuned = replanning(settings, "", here.rank) if takes_part(process_set) else None
@@ -155,7 +159,7 @@ def DistributedOptimizer(
         if tuned and settings.auto == "async" and asked is None and overlap == "none":
             overlap = "none" if isinstance(optimizer, torch.optim.LBFGS) else "forward"
         if overlap != "none" and takes_part(process_set):
-            make = _chosen(Later, backward_passes_per_step, overlap == "stale")
+            make = _chosen(AfterStep, backward_passes_per_step, overlap == "stale")
         if tuned and overlap != "stale" and _may_step_locally(optimizer, options, settings):
             options = _with_local_steps(options, make)
     wrapped = wrap(optimizer, names, together, options, make)
@@ -164,6 +168,46 @@ def DistributedOptimizer(
     if overlap != "none":
         wrapped.synchronize_parameters = wrapped._sync.when.finish  # also with one rank, where nothing is late
     return wrapped
+
+
+def chosen_overlap(
+    asked: str | None, optimizer: torch.optim.Optimizer, spec: algorithms.Algorithm, adasum: bool
+) -> str:
+    """Returns which of `OVERLAPS` an optimizer has. `asked`: None for the one that FUSION_OVERLAP names.
+
+    Raises:
+        ValueError: there is no such way, or it makes no sense with the rest.
+    """
+    way = Settings.from_env().overlap if asked is None else asked
+    if way not in OVERLAPS:
+        raise ValueError(f"overlap={way!r} is not one of {', '.join(OVERLAPS)}")
+    if way == "none":
+        return way
+    source = f"overlap={way!r}" + (" (of FUSION_OVERLAP)" if asked is None else "")
+    if not spec.sums_gradients:
+        raise ValueError(
+            f"{source} cannot be used with the algorithm {spec}, whose updates come from elsewhere, at their own "
+            "time; overlap is for allreduce"
+        )
+    if adasum:
+        raise ValueError(f"{source} cannot be used with op=Adasum, which combines steps that have been taken already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{source} cannot be used with L-BFGS, which evaluates the model while it takes a step; "
+                         "use overlap='none'")  # fmt: skip
+    return way
+
+
+def family_of(spec: algorithms.Algorithm, codec: codecs.Codec) -> tuple[type[AtStep], UpdateRule]:
+    """Returns the schedule and the rule of an algorithm that is no all-reduce of gradients, by what its ranks send.
+
+    Where all ranks take the mean of their parameters, and a codec rounds, they send their changes since the last mean,
+    so that the parameters are not rounded, and a step that is small beside them is not lost.
+    """
+    if spec.steps_at_home:
+        return AtHomes, OfGradients()
+    if spec.signal is algorithms.Signal.PARAMETER and (spec.at_homes or codec.lossless):
+        return LocalSteps, OfParameters()
+    return chosen_outer_optimizer(spec)
 
 
 def _chosen(kind: Callable[..., When], passes: int, *arguments: Any) -> Callable[[Synchroniser], When]:
@@ -201,9 +245,9 @@ def _with_local_steps(options: Options, make: Callable[[Synchroniser], When]) ->
         codec = spec.codec or "dense"
         packages = algorithms.packages(spec, codecs.parse(codec))
         reduction = wire.Reduction("average", codec=codec, algorithm=text, packages=packages)
-        posted, applied = strategies(spec, codecs.parse(codec))
-        local = replace(again, reduction=reduction, posted=posted, applied=applied, sparse_as_dense=True)
-        rewrap(wrapped, local, _chosen(LocalSteps, wrapped.backward_passes_per_step))
+        family, rule = family_of(spec, codecs.parse(codec))
+        local = replace(again, reduction=reduction, rule=rule, sparse_as_dense=True)
+        rewrap(wrapped, local, _chosen(family, wrapped.backward_passes_per_step))
 
     known = replace(options, go_on=go_on)
     return known

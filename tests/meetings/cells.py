@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fusion_rt import algorithms, codecs
-from fusion_rt.torch.sync.overlap.ways import chosen_overlap
+from fusion_rt.torch.optimizer import chosen_overlap
 from tests.meetings.reference import RULES
 from tests.meetings.scripts import OPTIMIZERS, RATES, SCRIPTS
 

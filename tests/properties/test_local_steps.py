@@ -1,4 +1,4 @@
-"""Local steps and outer steps on 4, 6 and 8 ranks: the worker's own strategies, and the daemon's exchanges and homes,
+"""Local steps and outer steps on 4, 6 and 8 ranks: the worker's own rules, and the daemon's exchanges and homes,
 beside the references, step by step."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.core import mixing
-from fusion_rt.torch.sync import strategies
+from fusion_rt.torch.optimizer import family_of
+from fusion_rt.torch.sync.at_step.outer_optimizer import OuterOptimizer, anchor, note_sent
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 from tests.properties.scheduled import LAYOUTS
@@ -28,14 +29,15 @@ class Learners:
     """Ranks that take local steps of plain SGD, and what an algorithm makes of them: as an optimizer does it.
 
     Attributes:
-        x: each rank's parameters; views of what the strategies change.
+        x: each rank's parameters; views of what the rules change.
     """
 
     def __init__(self, layout: Sequence[int], text: str, start: Array, gradient: published.Gradient):
         job = SimulatedJob(layout, sparse_route="gather")
         self.workers = Workers(layout, text, start, RATE, codec=algorithms.parse(text).codec or "dense", job=job)
         self.spec, self.gradient = algorithms.parse(text), gradient
-        self.posted, self.applied = strategies.strategies(self.spec, codecs.parse(self.spec.codec or "dense"))
+        family, self.rule = family_of(self.spec, codecs.parse(self.spec.codec or "dense"))
+        self.has_outer_optimizer = issubclass(family, OuterOptimizer)
         self.slots: list[Any] = [
             SimpleNamespace(parameter=torch.tensor(start.copy()), start=None, moved=None, posted=None, velocity=None)
             for _ in self.workers.x
@@ -51,7 +53,8 @@ class Learners:
     def step(self, *ranks: int) -> None:
         """These ranks take a local step, and exchange what is due then."""
         for rank in ranks:
-            self.posted.anchor([self.slots[rank]], False)
+            if self.has_outer_optimizer:
+                anchor([self.slots[rank]])
             self.x[rank] -= RATE * self.gradient(rank, self.steps[rank], self.x[rank])
             self.steps[rank] += 1
             self.take(rank)
@@ -68,8 +71,8 @@ class Learners:
         """Posts what an algorithm does, with the weight of the steps since the last time: a sample each."""
         weight, self.sent[rank] = self.steps[rank] - self.sent[rank], self.steps[rank]
         if self.spec.at_shards:
-            self.posted.note([self.slots[rank]])
-        value = self.posted.value(self.slots[rank])
+            note_sent([self.slots[rank]])
+        value = self.rule.value(self.slots[rank])
         assert value is not None
         workers, handles = self.workers, []
         for bucket in self.buckets(piece):
@@ -99,13 +102,13 @@ class Learners:
                 self.slots[rank].moved = self.slots[rank].posted = None
 
     def _apply(self, rank: int, of: slice, result: torch.Tensor, added: bool) -> None:
-        """Has the strategy take a tensor's result: a slot of these elements alone."""
+        """Has the rule take a tensor's result: a slot of these elements alone."""
         slot = self.slots[rank]
-        if slot.velocity is None and self.applied.outer:
+        if slot.velocity is None and self.has_outer_optimizer:
             slot.velocity = torch.zeros_like(slot.parameter)
         names = ("parameter", "start", "moved", "posted", "velocity")
         views = {name: None if getattr(slot, name) is None else getattr(slot, name)[of] for name in names}
-        self.applied.take([SimpleNamespace(**views)], [result], added)  # type: ignore[list-item]
+        self.rule.take([SimpleNamespace(**views)], [result], added)  # type: ignore[list-item]
 
 
 def start_of(ranks: int) -> Array:

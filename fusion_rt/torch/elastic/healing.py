@@ -6,6 +6,7 @@ import torch
 
 from fusion_rt.torch.core.process_sets import global_process_set
 from fusion_rt.torch.ops.objects import broadcast_all
+from fusion_rt.torch.sync.at_step.outer_optimizer import OuterOptimizer
 from fusion_rt.torch.sync.broadcasting import broadcast_step
 from fusion_rt.torch.sync.when import When
 
@@ -27,7 +28,7 @@ def heal(part: When, root: int, is_behind: bool) -> None:
     """
     if not part.local:
         broadcast_step(part.sync.trained.optimizer(), root)
-    elif part.sync.options.applied.outer:
+    elif isinstance(part, OuterOptimizer):
         slots = list(part.sync.slots)
         for slot in slots:
             if slot.start is None:

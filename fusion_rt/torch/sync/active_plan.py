@@ -113,7 +113,7 @@ class ActivePlan:
         self._options.check(len(self.here.client.process_sets[process_set].ranks))  # no other membership would help
         # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
         # joined, took no part in some of their proposals.
-        specs = tuple(self._spec(slot, None if ahead else self._options.posted.value(slot)) for slot in order.values())
+        specs = tuple(self._spec(slot, None if ahead else self._options.rule.value(slot)) for slot in order.values())
         proposal = wire.Proposal(self.group, process_set, self._id, reduction, specs, identity=self._identity)
         if replanning is not None:
             proposal = replanning.proposal(self.here, proposal, may_be_late, self._options.go_on is not None)

@@ -21,7 +21,7 @@ from fusion_rt.torch.node.reduction import Combining, Gathering, NodeReduction
 from fusion_rt.torch.node.staging import Packed, are_together
 from fusion_rt.torch.sync.selections import BucketSelector
 from fusion_rt.torch.sync.slots import Slot, SparseGradient
-from fusion_rt.torch.sync.strategies import Applied, Posted
+from fusion_rt.torch.sync.update_rule import UpdateRule
 from fusion_rt.tracing.format import Flush, Kind
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
@@ -36,15 +36,14 @@ class Carriage:
     """Rules for moving values from parameters into buckets, and results back.
 
     Attributes:
-        posted, applied: the signal that is exchanged, and how the result is applied.
+        rule: what is sent of each parameter, and the use of the answer.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         terms: returns the terms that are sent with a bucket.
         at_once: all ranks take the results of a step together, in the plan's order, before they send anything else.
         loss_scale: returns that of the gradients of this step.
     """
 
-    posted: Posted
-    applied: Applied
+    rule: UpdateRule
     compressor: Any
     terms: Callable[[Sequence[Slot]], wire.Ready]
     at_once: bool
@@ -52,7 +51,7 @@ class Carriage:
 
     def is_direct(self, slot: Slot) -> bool:
         """Tells whether a slot's `p.grad` may be its place in the arena."""
-        return self.applied.to_gradients and self.compressor is None and device.layer.is_host(slot.parameter)
+        return self.rule.to_gradients and self.compressor is None and device.layer.is_host(slot.parameter)
 
 
 class Bucket:
@@ -232,11 +231,11 @@ class Bucket:
 
     def outgoing(self, slot: Slot) -> torch.Tensor | None:
         """Returns the value to copy into a slot's view; the view itself if it is there already, None for zeros."""
-        value = self.carriage.posted.value(slot)
+        value = self.carriage.rule.value(slot)
         if slot.direct and slot.view is not None and slot.view.data_ptr() != slot.address:
             slot.return_to_arena()
         if value is not None and value is not slot.view:
-            if self.carriage.applied.to_gradients:
+            if self.carriage.rule.to_gradients:
                 slot.sparse = value.sparse_dim() if value.is_sparse else 0
                 self.direct = self.direct and not slot.sparse
             if value.is_sparse:
@@ -437,7 +436,7 @@ class Bucket:
                 results = [slot.view for slot in slots]  # type: ignore[misc]
             if share != 1.0:
                 results = [result * share for result in results]
-            self.carriage.applied.take(slots, results, added)
+            self.carriage.rule.take(slots, results, added)
 
     def _brought(self, slots: Sequence[Slot], places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns results on their device, without the script's compression. `places`: as of `_take`."""
@@ -461,7 +460,7 @@ class Bucket:
         if device.layer.is_host(slot.parameter):
             return slot.view
         gradient = slot.parameter.grad
-        if not self.carriage.applied.to_gradients or gradient is None or gradient.is_sparse:
+        if not self.carriage.rule.to_gradients or gradient is None or gradient.is_sparse:
             return torch.empty_like(slot.parameter)
         return gradient.detach()
 

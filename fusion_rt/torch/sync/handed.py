@@ -20,8 +20,8 @@ from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Mark, Named, Trained
 from fusion_rt.torch.sync.slots import Slot, memory_order
-from fusion_rt.torch.sync.strategies import Applied, Posted
 from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.update_rule import UpdateRule
 from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Kind
 
@@ -45,15 +45,11 @@ class HandedSlot(Slot):
         self.bucket, self.direct, self.view = bucket, direct, flat
 
 
-class GivenGradients(Posted):
-    """Gradients that were handed over."""
+class GivenGradients(UpdateRule):
+    """Sends what was handed over, and the answer replaces it."""
 
     def value(self, slot: Slot) -> torch.Tensor | None:
         return cast(HandedSlot, slot).given
-
-
-class ToGiver(Applied):
-    """Results replace what was handed over."""
 
     def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
         pairs = [(cast(HandedSlot, slot).given, result) for slot, result in zip(slots, results, strict=True)]
@@ -201,7 +197,7 @@ def options_for(codec: str, process_set: ProcessSet) -> Options:
     """
     packages = tuple(filter(None, [codecs.CODECS.package(codecs.parse(codec).name)]))
     reduction = wire.Reduction("average", codec=codec, packages=packages)
-    return Options(reduction, process_set, GivenGradients(), ToGiver())
+    return Options(reduction, process_set, GivenGradients())
 
 
 def handed_over(options: Options, tensors: HandedTensors, owner: object) -> HandedOver:

@@ -39,6 +39,7 @@ from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.scales.clipping import Clipping
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.update_rule import UpdateRule
 from fusion_rt.torch.sync.when import TOO_MANY, Closure, Outcome, When
 from fusion_rt.tracing.format import Kind
 
@@ -61,6 +62,19 @@ class _LeftOut(BaseException):
     def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
+
+
+class ReducedGradients(UpdateRule):
+    """The rule of all-reduce: sends `p.grad`, and the answer becomes `p.grad`, with which the optimizer steps."""
+
+    to_gradients = True
+
+    def value(self, slot: Slot) -> torch.Tensor | None:
+        return slot.parameter.grad
+
+    def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
+        for slot, result in zip(slots, results, strict=True):
+            slot.take(result.to_sparse(slot.sparse) if slot.sparse else result)
 
 
 class InBackward(When):

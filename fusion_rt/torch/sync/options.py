@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt import algorithms, codecs, wire
@@ -11,7 +11,7 @@ from fusion_rt.torch.autotune.replanning import Replanning
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.sync.strategies import Applied, Gradients, Posted, ToOptimizer
+from fusion_rt.torch.sync.update_rule import UpdateRule
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Options:
     Attributes:
         reduction: how the ranks' contributions are combined.
         process_set: the ranks that take part.
-        posted, applied: the signal that is posted, and how the answer is applied.
+        rule: what is sent of each parameter, and the use of the answer.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         sparse_as_dense: sparse gradients are reduced as dense ones.
         replanning: makes the object that replaces plans by others; None: plans are never replaced.
@@ -31,8 +31,7 @@ class Options:
 
     reduction: wire.Reduction
     process_set: ProcessSet
-    posted: Posted = field(default_factory=Gradients)
-    applied: Applied = field(default_factory=ToOptimizer)
+    rule: UpdateRule
     compressor: Any = None
     sparse_as_dense: bool = False
     replanning: Callable[[], Replanning] | None = None

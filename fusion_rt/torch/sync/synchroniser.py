@@ -1,8 +1,7 @@
 """The synchroniser of one optimizer: the state of a step, from its first gradient to its last result.
 
-It owns slots, buckets, arrived gradients, pending copies and counters. It delegates to three strategies, which the
-algorithm and the options have chosen: *what* is posted, how the answer is *applied* (`strategies.py`), and *when* that
-happens (`when.py`).
+It owns slots, buckets, arrived gradients, pending copies and counters. The algorithm and the options have chosen its
+rule, for what is sent and how the answer is used (`update_rule.py`), and its time (`when.py`).
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Synchroniser:
         if self._digests is not None and not self.when.delays:
             self.after_step = self.compare
         self._carriage = Carriage(
-            options.posted, options.applied, options.compressor, self.when.terms, not self.when.delays,
+            options.rule, options.compressor, self.when.terms, not self.when.delays,
             lambda: self.when.loss_scale,
         )  # fmt: skip
         _all.add(self)
@@ -478,7 +477,7 @@ class Synchroniser:
         """Moves selection to this worker, or to its daemon if other workers of the node contribute to it, too."""
         mine = self.plan.made and (self.plan.node is None or self.plan.node.reduces)
         if self.selections.buckets and self.selections.here != mine:
-            self.when.await_flights()
+            self.when.await_pending()
             self.selections.move(self.plan.where(), mine)
 
 

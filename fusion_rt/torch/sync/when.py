@@ -1,6 +1,6 @@
 """The strategy that decides when an optimizer's synchroniser exchanges: its interface, and what most strategies have.
 
-Strategies are in `in_backward.py`, `overlap/later.py`, `at_step/` and `handed.py`.
+Strategies are in `in_backward.py`, `overlap/after_step.py`, `at_step/` and `handed.py`.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class When:
     def unguard(self) -> None:
         """Puts this rank's gradients back where guards are, before the unsent rest of this step is sent."""
 
-    def await_flights(self) -> None:
+    def await_pending(self) -> None:
         """Waits until nothing of earlier steps is being reduced."""
 
     def plan_given_up(self, anew: bool) -> None:

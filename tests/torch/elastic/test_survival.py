@@ -23,7 +23,7 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic import survival
 from fusion_rt.torch.elastic.survival import Conclusion, Report, conclude
-from fusion_rt.torch.sync.overlap.flights import Flight
+from fusion_rt.torch.sync.overlap.pending_gradients import PendingGradients
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import Outcome
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
@@ -130,7 +130,7 @@ def lose_at(point: str, optimizer: Any, model: torch.nn.Module) -> None:
     elif point == "when others have the results":
         once(sync, "receive", received)
     elif point == "when others have landed":
-        once(Flight, "await_end", after)
+        once(PendingGradients, "await_end", after)
     elif point == "in step":
         once(optimizer, "_step", before)
     elif point == "while agreeing":

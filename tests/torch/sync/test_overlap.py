@@ -48,7 +48,7 @@ def distributed(model: torch.nn.Module, overlap: str, make: MakeOptimizer = sgd,
 
 
 def waits(optimizer: Any) -> bool:
-    found: bool = bool(optimizer._sync.when._flights)
+    found: bool = bool(optimizer._sync.when._pending)
     return found
 
 
@@ -845,7 +845,7 @@ def test_the_exchange_of_an_update_that_waits_has_ended_when_that_is_applied() -
     optimizer = distributed(model, "forward")
     train(model, optimizer, range(2))
     when = optimizer._sync.when
-    assert when.waits
+    assert when._pending
     under_way, exchanges.last = when._under_way, ()
     assert not under_way.is_done
     optimizer.synchronize_parameters()

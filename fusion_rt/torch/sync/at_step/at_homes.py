@@ -1,4 +1,9 @@
-"""The strategy of gradients that go to homes, which take the steps."""
+"""The family of parameter servers: gradients go to homes, which take the steps.
+
+BSP, ASP, SSP, softsync, DC-ASGD, hogwild, partial and collaborative training. All of them send g, a rank's gradients,
+and the answer is w, the home's parameters, or a change of them. Homes compute w = w - rate f(g, ...), where f is what
+fusion_rt/algorithms says: the mean of all, each one on arrival, divided by its staleness, and so on.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +23,16 @@ from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.update_rule import ToParameters
 from fusion_rt.torch.sync.weights import not_finite
 from fusion_rt.torch.sync.when import Closure, Outcome
+
+
+class OfGradients(ToParameters):
+    """Sends g, and takes the answer as the parameter, or adds it."""
+
+    def value(self, slot: Slot) -> torch.Tensor | None:
+        return slot.parameter.grad
 
 
 class AtHomes(AtStep):

@@ -119,12 +119,14 @@ class AtStep(When):
             self._is_restored = False
         self._said = self._contribution(values)
         buckets = [bucket for bucket in sync.plan.buckets[piece::pieces] if not bucket.sent]
-        if self._algorithm.at_shards:
-            sync.options.posted.note(slot for bucket in buckets for slot in bucket.slots)
+        self._begin_post(buckets)
         sync.submit(values, buckets)
         if buckets:
             self._flights.append(self._flight(buckets, piece))
         sync.note_waited(began)
+
+    def _begin_post(self, buckets: Sequence[Bucket]) -> None:
+        """Called before this rank's values in these buckets are sent."""
 
     def _exchange_now(self, values: bool, pieces: Sequence[int] = (0,)) -> None:
         """Posts these fragments, and takes the answers."""

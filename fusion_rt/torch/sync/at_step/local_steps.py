@@ -1,10 +1,18 @@
-"""The strategies of local steps, after which ranks exchange parameters, or by how much they have moved."""
+"""The families of means and of gossip: ranks take local steps, and then exchange parameters.
+
+All of them send x, a rank's parameters, and the answer is x, or a change of x. All-reduces and homes compute it, by the
+equations in fusion_rt/algorithms::
+
+    x_i = mean of x_j              local SGD (arXiv 1805.09767)
+    x_i = x_i - alpha (x_i - x)    elastic averaging (arXiv 1412.6651); x is the home's
+    x_i = sum of W_ij x_j          D-PSGD (arXiv 1705.09056), AD-PSGD, SGP, CHOCO-SGD: gossip
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,19 +24,26 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.handles import synchronize
 from fusion_rt.torch.ops.reduce import allreduce_async
 from fusion_rt.torch.ops.signatures import Sum
-from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.at_step.at_step import AtStep, Outstanding
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Synchroniser
-from fusion_rt.torch.sync.when import TOO_MANY, Closure, When
+from fusion_rt.torch.sync.update_rule import ToParameters
+from fusion_rt.torch.sync.when import Closure
 
 _MAX_WEIGHT = (1 << 48) - 1  # that a message holds: of 16 million samples at once
 
 
+class OfParameters(ToParameters):
+    """Sends x, and takes the answer as x, or adds it to x."""
+
+    def value(self, slot: Slot) -> torch.Tensor | None:
+        return slot.parameter.detach()
+
+
 class LocalSteps(AtStep):
-    """Takes local steps, and exchanges parameters every so many times, or by how much they have moved."""
+    """Takes local steps, and exchanges by the optimizer's rule every so many times."""
 
     local = True
 
@@ -47,11 +62,7 @@ class LocalSteps(AtStep):
         sync, algorithm = self.sync, self._algorithm
         sync.steps.begin()
         self._follow()
-        if self._agreed and sync.options.applied.outer and sync.is_of(runtime()) and self._weights.changed():
-            self._anchor(anew=True)  # set where all ranks have the same, and so alike on all of them
-        else:
-            self._check_weights()
-        self._anchor()
+        self._begin_local_step()
         overflowed = optimizer._overflowed()
         loss = None if overflowed else optimizer._step(closure)
         self._taken += 1
@@ -71,6 +82,10 @@ class LocalSteps(AtStep):
         self.note_weights()
         sync.steps.end()
         return loss
+
+    def _begin_local_step(self) -> None:
+        """Looks at the parameters before the step that changes them. Raises `ValueError` if the script has set one."""
+        self._check_weights()
 
     def _go_on(self, due: Sequence[int]) -> None:
         """Takes the answers that are due, and posts these fragments, whose answers are not waited for."""
@@ -94,13 +109,9 @@ class LocalSteps(AtStep):
             if self._algorithm.waits_for_answers or all(bucket.has_answer() for bucket in flight.buckets):
                 self._land(flight)
 
-    def _anchor(self, anew: bool = False) -> None:
-        self.sync.options.posted.anchor(self.sync.slots, anew)
-
     def note_left_out(self) -> None:
         """After a loss: the steps of this rank were its own, and stay; a home may have what it has posted of them."""
         self._agreed = False
-        self.sync.options.posted.leave_out(self.sync.slots)
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         """Returns terms that weigh what was done since these slots' last post, by its samples, and by its samples a
@@ -145,25 +156,10 @@ class LocalSteps(AtStep):
             self._collect()
             self.note_weights()
 
-    def agree(self) -> None:
-        """Takes the homes' copy. What this rank has moved by since its last exchange still counts in the next one, if
-        it gets its own parameters back."""
-        starts = [(slot, slot.start.clone(), slot.moved) for slot in self.sync.slots if slot.start is not None]
-        super().agree()
-        if self._algorithm.at_shards:
-            for slot, before, moved in starts:
-                assert slot.start is not None
-                slot.moved = slot.start - before if moved is None else slot.start - before + moved
-                slot.parameter.detach().copy_(slot.start)
-
     def _begin_anew(self) -> None:
-        for slot in self.sync.slots:
-            slot.velocity = None
-        self._anchor(anew=True)
         self._note_sent(self.sync.slots)
 
     def settled(self) -> None:
-        self._anchor(anew=True)
         self._own.shared = True
         if self._has_replicas and self.sync.is_of(runtime()):
             self._reseed_homes()
@@ -183,91 +179,20 @@ class LocalSteps(AtStep):
         return [1.0 if slot.bucket is None else slot.bucket.weight for slot in self.sync.slots]
 
     def alike(self) -> Mapping[str, torch.Tensor]:
-        """Returns the parameters after an exchange that makes them alike; or what outer steps have come to, which every
-        rank's next one begins with."""
-        if self._agreed:
-            return super().alike()
-        slots = self.sync.slots if self.sync.options.applied.outer and not self._algorithm.agrees else ()
-        return {slot.name: slot.start for slot in slots if slot.start is not None}
+        """Returns the parameters after an exchange that makes them alike."""
+        return super().alike() if self._agreed else {}
 
     def own_state(self) -> dict[str, Any] | None:
-        """Returns the number of steps, and the outer optimizer, if there is one: of each parameter where it was after
-        the last exchange, and its outer momentum, if it has one."""
+        """Returns the numbers of steps and samples, in all and at the last post of each parameter."""
         self.drain()
-        own: dict[str, Any] = {"taken": self._taken, "seen": self._seen, "sent": dict(self._sent)}
-        if self.sync.options.applied.outer:
-            outer = {slot.name: _outer_state(slot) for slot in self.sync.slots if slot.start is not None}
-            own |= {"outer": outer} if outer else {}
-        return own
+        return {"taken": self._taken, "seen": self._seen, "sent": dict(self._sent)}
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         self._taken, self._agreed = int(own["taken"]), False
         self._seen, self._sent = int(own.get("seen", 0)), dict(own.get("sent", {}))
         self._weights.forget()
-        for slot in self.sync.slots:
-            if slot.name in own.get("outer", {}):
-                start, *velocity = own["outer"][slot.name]
-                slot.start, slot.moved, slot.posted = start.to(slot.parameter, copy=True), None, None
-                slot.velocity = velocity[0].to(slot.parameter, copy=True) if velocity else None
 
     def rejoin(self, own: Mapping[str, Any]) -> None:
         if not self._algorithm.synchronous:  # each rank has an outer state of its own
             own = {"taken": own["taken"]}
         super().rejoin(own)
-
-
-class AdasumAtStep(LocalSteps):
-    """Combines steps that ranks have taken by themselves, with `op=Adasum`: what all of them have moved is combined.
-
-    Horovod does so parameter by parameter within the backward pass, and has the parameters half-changed while it runs;
-    here they change in `step`, all at once, which also suits an optimizer that looks at several of them. All ranks have
-    to take every step: it is not to be used with a `GradScaler`, which skips it where gradients overflow, and here that
-    is decided by each rank's own.
-    """
-
-    own_gradients = local = False
-
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        super().__init__(sync, passes)
-        self.survives = False  # the steps of this rank are not taken back
-
-    def arrived(self, slot: Slot) -> None:
-        super().arrived(slot)
-        if self.backward is None or self.backward() is None:
-            if self.passes_left <= 0:
-                raise AssertionError(TOO_MANY)
-            backward.running().add(self)
-        if slot.bucket is None:
-            self.sync.arrivals.append(slot)
-
-    def set_passes(self, passes: int) -> None:
-        self.passes = self.passes_left = passes
-
-    def skip_synchronize(self) -> NoReturn:
-        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-
-    def zeroed(self) -> None:
-        self.ended()
-
-    def ended(self) -> None:
-        self.passes_left = self.passes
-        self.backward = None
-
-    def own_state(self) -> None:
-        return None
-
-    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
-        return When.terms(self, slots)
-
-    @property
-    def _leaves_out_joined(self) -> bool:
-        return False
-
-    def _anchor(self, anew: bool = False) -> None:
-        super()._anchor(anew=True)
-
-
-def _outer_state(slot: Slot) -> tuple[torch.Tensor, ...]:
-    assert slot.start is not None
-    start = slot.start.clone() if slot.moved is None else slot.start - slot.moved
-    return (start, *(() if slot.velocity is None else (slot.velocity.clone(),)))

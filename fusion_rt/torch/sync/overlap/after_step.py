@@ -1,11 +1,11 @@
 """Gradients that are under way when `step()` has returned, and their application.
 
-`step()` does not wait: it sends what has not been sent, and lets each bucket's reduction go on as a
-`Flight`. Until a flight has *landed*, which waits for the reduction and applies the update, nothing else may be written
-to its bucket's place in the arena, and its parameters have no gradient (`p.grad` is None), so that neither `zero_grad`
-nor the next backward pass can touch it.
+`step()` does not wait: it sends what has not been sent, and leaves each bucket as `PendingGradients`. Until these have
+*landed*, which waits for the reduction and applies the update, nothing else may be written to the bucket's place in the
+arena, and its parameters have no gradient (`p.grad` is None), so that neither `zero_grad` nor the next backward pass
+can touch it.
 
-When a flight lands: with `overlap="forward"` when a module's forward pass is about to need one of its parameters; with
+When they land: with `overlap="forward"` when a module's forward pass is about to need one of its parameters; with
 "stale" in the next `step()`, before the next gradients go into the same place. In both, sooner if somebody reads or
 writes parameters otherwise.
 """
@@ -27,8 +27,7 @@ from fusion_rt.torch.core import watching
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.in_backward import InBackward
-from fusion_rt.torch.sync.overlap.flights import Flight
-from fusion_rt.torch.sync.overlap.guards import make_guard
+from fusion_rt.torch.sync.overlap.pending_gradients import PendingGradients, make_guard
 from fusion_rt.torch.sync.overlap.updates import Update
 from fusion_rt.torch.sync.overlap.uses import Uses
 from fusion_rt.torch.sync.slots import Slot
@@ -37,8 +36,8 @@ from fusion_rt.torch.sync.when import Closure, Outcome
 from fusion_rt.tracing.format import Kind
 
 
-class Later(InBackward):
-    """Reduces gradients while the script goes on, and applies them later than `step()`.
+class AfterStep(InBackward):
+    """Reduces gradients while the script goes on, and applies them after `step()` has returned.
 
     Args:
         sync: the synchroniser.
@@ -47,7 +46,7 @@ class Later(InBackward):
 
     """
 
-    keeps_context = True  # needed when a flight lands
+    keeps_context = True  # needed when gradients land
     delays = True
 
     def __init__(self, sync: Synchroniser, passes: int, late: bool) -> None:
@@ -56,18 +55,13 @@ class Later(InBackward):
         self._asked_late = self._late = late
         self._uses = Uses()
         self._update: Update | None = None  # that waits
-        self._flights: dict[int, Flight] = {}  # by id of each of their parameters
-        self._last: Flight | None = None  # the plan's last, which fails if a rank has given the step up
-        self._under_way: Exchange | None = None  # that of the flights, until it is known how it has ended
+        self._pending: dict[int, PendingGradients] = {}  # by id of each of their parameters
+        self._last: PendingGradients | None = None  # the plan's last, which fails if a rank has given the step up
+        self._under_way: Exchange | None = None  # in which they are reduced, until it is known how that has ended
         self._applying = False
         self._marked = 0  # times that parameters were marked
         self._lock = threading.RLock()  # forward passes may run on several threads
         watching.watch(self)
-
-    @property
-    def waits(self) -> bool:
-        """True if an update has not been applied."""
-        return bool(self._flights)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +105,7 @@ class Later(InBackward):
                 self._admit_own()
                 sync.begin()
             sync.submit()
-            flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in sync.plan.buckets]
+            pending = [PendingGradients([s.parameter for s in b.slots], b, b.hand_over()) for b in sync.plan.buckets]
             sync.stepped()
         except HorovodInternalError as error:
             sync.end_step()
@@ -120,20 +114,20 @@ class Later(InBackward):
             return
         finally:
             sync.end_step()
-        self._under_way = exchange if flights else None
-        if not flights:
+        self._under_way = exchange if pending else None
+        if not pending:
             exchanges.end(exchange)
         self.stepped = True
         sync.note_waited(began)
         if sync.replanning is not None:
             sync.note_step(all_here=False)
         update = Update(optimizer)
-        taken = {id(parameter) for flight in flights for parameter in flight.parameters}
-        self._last = flights[-1] if flights else None
+        taken = {id(parameter) for each in pending for parameter in each.parameters}
+        self._last = pending[-1] if pending else None
         rest = [p for p in update.parameters() if p.grad is not None and id(p) not in taken]
         if rest:  # parameters that are not trained any more, and still have a gradient
-            flights.append(Flight(rest, gradients=[parameter.grad for parameter in rest]))
-        self._wait_for(flights, update)
+            pending.append(PendingGradients(rest, gradients=[parameter.grad for parameter in rest]))
+        self._wait_for(pending, update)
 
     def _leave_out(self, exchange: Exchange) -> None:
         """Takes no step in place of the one that was asked for."""
@@ -152,25 +146,25 @@ class Later(InBackward):
         update = Update(optimizer)
         parameters = [parameter for parameter in update.parameters() if parameter.grad is not None]
         if parameters:
-            flight = Flight(parameters, gradients=[parameter.grad for parameter in parameters])
-            self._wait_for([flight], update)
+            held = PendingGradients(parameters, gradients=[parameter.grad for parameter in parameters])
+            self._wait_for([held], update)
 
-    def _wait_for(self, flights: Sequence[Flight], update: Update) -> None:
-        if not flights:
+    def _wait_for(self, pending: Sequence[PendingGradients], update: Update) -> None:
+        if not pending:
             return
         self._update = update
-        self._flights = {id(parameter): flight for flight in flights for parameter in flight.parameters}
-        for flight in flights:
-            for parameter in flight.parameters:
+        self._pending = {id(parameter): each for each in pending for parameter in each.parameters}
+        for each in pending:
+            for parameter in each.parameters:
                 parameter.grad = None
-            flight.mark(self.finish, self._marked)
+            each.mark(self.finish, self._marked)
         self._marked += 1
         watching.watch(self)
         if self._uses.recording:
             self._uses.conclude([slot.parameter for slot in self.sync.slots])
             self.sync.prioritise()
         if not self._late:
-            for key in self._uses.unseen & self._flights.keys():
+            for key in self._uses.unseen & self._pending.keys():
                 self._land_of(key)
 
     # --- applying it --------------------------------------------------------------------------------------------------
@@ -182,8 +176,8 @@ class Later(InBackward):
             HorovodInternalError: its reduction failed, on all ranks. Nothing waits any more.
         """
         with self._lock:
-            while self._flights:
-                self._land(next(iter(self._flights.values())))
+            while self._pending:
+                self._land(next(iter(self._pending.values())))
 
     def finish_or_drop(self) -> None:
         """Applies what waits, or warns that its reduction failed."""
@@ -195,34 +189,34 @@ class Later(InBackward):
 
     def _land_of(self, key: int) -> None:
         with self._lock:
-            flight = self._flights.get(key)
-            if flight is not None:
-                self._land(flight)
+            found = self._pending.get(key)
+            if found is not None:
+                self._land(found)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, first: PendingGradients) -> None:
         update = self._update
         assert update is not None
         began = time.perf_counter()
         if self._is_given_up():
             return
-        flights = list(dict.fromkeys(self._flights.values())) if update.whole else [flight]
+        pending = list(dict.fromkeys(self._pending.values())) if update.whole else [first]
         try:
-            for one in flights:
+            for one in pending:
                 one.receive()
             self.sync.note_waited(began, again=True)
-            self._check_untouched(update, flights)
+            self._check_untouched(update, pending)
             steps = self.sync.steps
             steps.trace.record(Kind.APPLY_BEGIN, "", 0, steps.number)
-            self._apply(update, flights)
+            self._apply(update, pending)
             steps.trace.record(Kind.APPLY_END, "", 0, steps.number)
         except BaseException:
             self._drop()
             raise
-        for one in flights:
+        for one in pending:
             one.unmark()
             for parameter in one.parameters:
-                self._flights.pop(id(parameter), None)
-        if not self._flights:
+                self._pending.pop(id(parameter), None)
+        if not self._pending:
             self._rest()
 
     def _is_given_up(self) -> bool:
@@ -232,8 +226,8 @@ class Later(InBackward):
             return False
         try:
             if exchanges.survive is not None:  # then nobody may have a part of an update that others have not
-                for flight in dict.fromkeys(self._flights.values()):
-                    flight.await_end()
+                for each in dict.fromkeys(self._pending.values()):
+                    each.await_end()
             self._last.await_end()
         except StepGivenUp as error:
             self._drop()
@@ -258,7 +252,7 @@ class Later(InBackward):
         return False
 
     def _has_ended(self) -> None:
-        """Notes that the exchange of the flights has ended well."""
+        """Notes that the exchange of the pending gradients has ended well."""
         if self._under_way is not None:
             exchanges.last = self._under_way.parts
             exchanges.end(self._under_way)
@@ -272,19 +266,19 @@ class Later(InBackward):
         self._drop()
         self._under_way = None
 
-    def _check_untouched(self, update: Update, flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            for parameter in flight.touched():
+    def _check_untouched(self, update: Update, pending: Sequence[PendingGradients]) -> None:
+        for each in pending:
+            for parameter in each.touched():
                 name = update.optimizer._parameter_names.get(parameter, "")
                 raise ValueError(
                     f"parameter {name!r} was changed between step() and the end of that step, which with overlap comes "
                     "later; call optimizer.synchronize_parameters() before changing parameters, or use overlap='none'"
                 )
 
-    def _apply(self, update: Update, flights: Sequence[Flight]) -> None:
+    def _apply(self, update: Update, pending: Sequence[PendingGradients]) -> None:
         """Takes the step, with the gradients in their parameters' `grad` meanwhile."""
-        parameters = [parameter for flight in flights for parameter in flight.parameters]
-        gradients = [gradient for flight in flights for gradient in flight.gradients]
+        parameters = [parameter for each in pending for parameter in each.parameters]
+        gradients = [gradient for each in pending for gradient in each.gradients]
         affected = update.parameters() if update.whole else parameters
         kept = [parameter.grad for parameter in affected]
         self._applying = True
@@ -302,18 +296,18 @@ class Later(InBackward):
 
     def _drop(self) -> None:
         """Drops the waiting update, and waits until nobody writes to its place in the arena any more."""
-        flights = list(dict.fromkeys(self._flights.values()))
-        self._flights = {}
+        pending = list(dict.fromkeys(self._pending.values()))
+        self._pending = {}
         self._rest()
-        for flight in flights:
-            flight.unmark()
+        for each in pending:
+            each.unmark()
             with contextlib.suppress(HorovodInternalError):  # the first one has been raised
-                flight.await_end()
+                each.await_end()
 
-    def await_flights(self) -> None:
-        if self._flights and not self._is_given_up():
-            for flight in dict.fromkeys(self._flights.values()):
-                flight.await_end()
+    def await_pending(self) -> None:
+        if self._pending and not self._is_given_up():
+            for each in dict.fromkeys(self._pending.values()):
+                each.await_end()
 
     def _rest(self) -> None:
         self._update = self._last = None
@@ -332,12 +326,12 @@ class Later(InBackward):
         evaluating = not (module.training or torch.is_grad_enabled())
         if self._uses.recording and not evaluating:
             self._uses.called(module)
-        if not self._flights:
+        if not self._pending:
             return
         if evaluating:
             self._land_all_of(module)
             return
-        needed = [id(parameter) for parameter in module._parameters.values() if id(parameter) in self._flights]
+        needed = [id(parameter) for parameter in module._parameters.values() if id(parameter) in self._pending]
         self.stepped = self.stepped and not needed
         if self._late:
             return
@@ -349,20 +343,20 @@ class Later(InBackward):
 
     def before_saving(self, module: torch.nn.Module) -> None:
         """Lands all, if the module has any of it."""
-        if self._flights:
+        if self._pending:
             self._land_all_of(module)
 
     def before_loading(self, module: torch.nn.Module) -> None:
         """Applies what waits before a module is loaded. An update that failed has nothing to spoil, and only warns."""
-        if any(id(parameter) in self._flights for parameter in module._parameters.values()):
+        if any(id(parameter) in self._pending for parameter in module._parameters.values()):
             self.finish_or_drop()
 
     def _land_all_of(self, module: torch.nn.Module) -> None:
-        if any(id(parameter) in self._flights for parameter in module.parameters()):
+        if any(id(parameter) in self._pending for parameter in module.parameters()):
             self.finish()
 
     def arrived(self, slot: Slot) -> None:
-        if self._flights and not self._late and id(slot.parameter) in self._flights:
+        if self._pending and not self._late and id(slot.parameter) in self._pending:
             self._used_too_early(slot)
         super().arrived(slot)
 
@@ -489,6 +483,6 @@ class Later(InBackward):
 
     def plan_given_up(self, anew: bool) -> None:
         with self._lock:
-            for flight in dict.fromkeys(self._flights.values()):
-                flight.leave_arena()
+            for each in dict.fromkeys(self._pending.values()):
+                each.leave_arena()
         super().plan_given_up(anew)

@@ -1,6 +1,8 @@
-"""Gradients between `step()` and their application.
+"""Gradients that are pending: between `step()` and their application; and guards, which are in `p.grad` while gradients
+are under way before that, between `backward()` and `step()`.
 
-Until a flight has been received, nothing else may be written to its bucket's place in the arena.
+Until pending gradients have been received, nothing else may be written to their bucket's place in the arena. A touch of
+a guard (by `clip_grad_norm_`, a `GradScaler`, a log of norms) waits for the reduction, and works on the result.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fusion_rt.client import Operation
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core import device
 from fusion_rt.torch.sync.buckets import Bucket
-from fusion_rt.torch.sync.slots import memory_order
+from fusion_rt.torch.sync.slots import Slot, memory_order
 
 # Sums of bits take two passes over the memory of all parameters: 12 ms of a step with 25 million, half of what overlap
 # cost where ranks share a host. A script that changes parameters itself does so from its first steps on.
@@ -25,7 +27,7 @@ _FULL_STEPS = 8  # of an optimizer, in which all its parameters are summed
 _EVERY = 16  # afterwards each parameter is, in one of so many steps
 
 
-class Flight:
+class PendingGradients:
     """Gradients of some parameters between `step()` and their application.
 
     Args:
@@ -132,6 +134,31 @@ class Flight:
                 slot.parameter.grad = gradient
 
 
+class GradientUnderWay(torch.Tensor):
+    """A tensor that substitutes for a gradient, and has its shape, but none of its elements.
+
+    Attributes:
+        slot: of the gradient.
+        wait: waits for it, if it is under way.
+    """
+
+    slot: Slot
+    wait: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_awaited(args), **_awaited(kwargs or {}))
+
+
+def make_guard(slot: Slot, wait: Callable[[], None]) -> GradientUnderWay:
+    """Makes a guard for a slot's gradient: of one element in memory, which is NaN."""
+    parameter = slot.parameter
+    element = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    guard: Any = element.expand(parameter.shape).as_subclass(GradientUnderWay)
+    guard.slot, guard.wait = slot, wait
+    return guard  # type: ignore[no-any-return]
+
+
 def _copied(parameter: torch.Tensor, finish: Callable[[], None], memo: Any) -> Any:
     """Copies a parameter that has an update to come, as `copy.deepcopy`, after that update."""
     finish()
@@ -155,3 +182,23 @@ def _sum_of_bits(parameter: torch.Tensor) -> int:
     octets = in_order.reshape(-1).contiguous().view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
     return int(octets[:whole].view(np.uint64).sum()) + int(octets[whole:].sum())
+
+
+def _awaited(value: Any) -> Any:
+    if isinstance(value, GradientUnderWay):
+        return _gradient(value)
+    if isinstance(value, (list, tuple)):
+        awaited = [_awaited(one) for one in value]
+        return awaited if isinstance(value, list) else tuple(awaited)
+    if isinstance(value, dict):
+        return {key: _awaited(one) for key, one in value.items()}
+    return value
+
+
+def _gradient(guard: GradientUnderWay) -> torch.Tensor:
+    guard.wait()
+    gradient = guard.slot.parameter.grad
+    if gradient is None or isinstance(gradient, GradientUnderWay):
+        raise RuntimeError(f"the gradient of {guard.slot.name!r} was asked for before step(), which has it now; with "
+                           "overlap, read and change gradients between backward() and step()")  # fmt: skip
+    return gradient
