@@ -10,6 +10,7 @@ import pytest
 from fusion_rt import algorithms, codecs
 from fusion_rt.algorithms import ALGORITHMS, Algorithm, AlgorithmError, Place, Signal, check_use, parse
 from fusion_rt.core.errors import MixingError
+from tests.for_each import for_each
 
 NOT_DEFAULT: list[Algorithm] = [
     algorithms.AllReduce(),
@@ -39,7 +40,7 @@ def test_every_algorithm_is_in_these_tests() -> None:
     assert {type(algorithm) for algorithm in NOT_DEFAULT} == set(ALGORITHMS.values())
 
 
-@pytest.mark.parametrize("algorithm", NOT_DEFAULT, ids=lambda a: a.name)
+@for_each("algorithm", NOT_DEFAULT)
 def test_an_algorithm_is_read_as_it_is_written(algorithm: Algorithm) -> None:
     assert parse(str(algorithm)) == algorithm
     assert str(parse(str(algorithm))) == str(algorithm)
@@ -49,7 +50,7 @@ def test_an_algorithm_is_read_as_it_is_written(algorithm: Algorithm) -> None:
     assert (algorithm == default) == (not fields(algorithm))
 
 
-@pytest.mark.parametrize("algorithm", NOT_DEFAULT, ids=lambda a: a.name)
+@for_each("algorithm", NOT_DEFAULT)
 def test_an_algorithm_fits_into_a_plan(algorithm: Algorithm) -> None:
     assert len(str(algorithm)) < 200
     assert hash(algorithm) == hash(parse(str(algorithm)))
@@ -97,7 +98,7 @@ def test_after_which_exchanges_all_ranks_are_alike() -> None:
         assert not parse(f"diloco({arguments})").agrees
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "why"),
     [
         ("spp", "there is no algorithm 'spp'; did you mean 'ssp'?"),
@@ -137,7 +138,7 @@ def test_what_cannot_be_chosen_is_refused_with_a_sentence(text: str, why: str) -
     assert why in str(error.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "ranks", "error", "why"),
     [
         ("softsync(contributions=5)", 4, AlgorithmError, "waits for 5 contributions, and there are 4 ranks"),
@@ -177,8 +178,8 @@ def refusal(algorithm: str, codec: str, op: str = "average", ranks: int = 4) -> 
     return ""
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@for_each("codec", CODECS)
+@for_each("name", ALGORITHMS)
 def test_which_codec_goes_with_which_algorithm(name: str, codec: str) -> None:
     kind = ALGORITHMS[name]
     why = refusal(name, codec)
@@ -197,8 +198,8 @@ def test_which_codec_goes_with_which_algorithm(name: str, codec: str) -> None:
         assert not why
 
 
-@pytest.mark.parametrize("op", ["sum", "min", "max", "product", "adasum"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@for_each("op", ["sum", "min", "max", "product", "adasum"])
+@for_each("name", ALGORITHMS)
 def test_only_allreduce_combines_other_than_by_means(name: str, op: str) -> None:
     codec = "topk" if name == "choco" else "dense"
     why = refusal(name, codec, op)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.as_horovod import interpreter_options, python_path
+from tests.for_each import for_each
 
 TIMEOUT_S = 60.0
 NAMES = """
@@ -164,7 +165,7 @@ def test_modules_and_code_run_too(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "0.28.1\n")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "options"),
     [
         (["python", "-m", "fusion_rt.as_horovod"], []),

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.for_each import for_each
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("fusion_rt", "daemon", "tools", "benchmarks", "examples")
@@ -42,7 +42,7 @@ def without_encoding(tree: ast.AST) -> Iterator[int]:
                 yield call.lineno  # text is what `open` takes it for
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("code", "found"),
     [
         ("open(path)", True),

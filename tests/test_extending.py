@@ -21,6 +21,7 @@ from fusion_rt.launchers import environment
 from fusiond.collectives.base import Exchange, Reducer
 from fusiond.collectives.owned import Owned
 from tests import forks
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import Group, GroupPort
 from tests.runner.conftest import fusionrun  # noqa: F401 - a fixture
 
@@ -177,9 +178,9 @@ def test_the_packages_codec_with_a_residual_says_what_is_not_finite_and_what_is_
             forgetful.decode(0, wrong, np.empty(300, np.float32))
 
 
-@pytest.mark.parametrize("codec", ["dense", "fp16"])
-@pytest.mark.parametrize("op", ["sum", "average", "max"])
-@pytest.mark.parametrize("nodes", [2, 3, 5])
+@for_each("codec", ["dense", "fp16"])
+@for_each("op", ["sum", "average", "max"])
+@for_each("nodes", [2, 3, 5])
 def test_the_collective_adds_up(nodes: int, op: str, codec: str) -> None:
     scope: dict[str, Any] = {}
     exec(FILES["daemon/fusiond/collectives/direct.py"], scope)

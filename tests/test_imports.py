@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.for_each import for_each
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = {
@@ -122,7 +122,7 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("module", "source"),
     [
         ("fusion_rt.client", "import torch"),
@@ -141,7 +141,7 @@ def test_a_wrong_import_is_seen(module: str, source: str) -> None:
     assert len(violations(module, Path("example.py"), source)) == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("module", "source"),
     [
         ("fusion_rt.torch.ops", "import torch\nfrom fusion_rt import client\nfrom . import handles"),
@@ -153,7 +153,7 @@ def test_a_right_import_is_left_alone(module: str, source: str) -> None:
     assert violations(module, Path("example.py"), source) == []
 
 
-@pytest.mark.parametrize("area", ["fusiond", "fusion_rt.runner", "fusion_trace"])
+@for_each("area", ["fusiond", "fusion_rt.runner", "fusion_trace"])
 def test_importing_all_of_it_leaves_torch_out(area: str) -> None:
     names = [name for name in modules() if area_of(name) == area and not name.endswith("__main__")]
     assert any(name.endswith(".cli") for name in names), f"{area} has no command line module"

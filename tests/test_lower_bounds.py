@@ -6,7 +6,7 @@ import configparser
 import re
 from pathlib import Path
 
-import pytest
+from tests.for_each import for_each
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_LOWERED = {"torch"}  # see constraints-lowest.txt
@@ -20,7 +20,7 @@ def bounds() -> dict[str, str]:
     return dict(line.split(">=") for line in lines)
 
 
-@pytest.mark.parametrize("package", sorted(bounds().keys() - NOT_LOWERED))
+@for_each("package", sorted(bounds().keys() - NOT_LOWERED))
 def test_the_least_version_that_setup_cfg_allows_is_the_one_that_was_tried(package: str) -> None:
     text = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8")
     tried = dict(re.findall(r"^(\w+)==(\S+)$", text, re.MULTILINE))

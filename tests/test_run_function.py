@@ -20,6 +20,7 @@ import fusion_rt
 from fusion_rt.core.errors import JobError, SettingError
 from fusion_rt.run_function import Answer, Request
 from fusion_rt.runner.command.function_launcher import make_request_plan
+from tests.for_each import for_each
 
 TIMEOUT_S = 120.0
 SCRIPT = """
@@ -105,7 +106,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         fusion_rt.run(print, hosts="a b")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "sentence"),
     [
         (["--num-proc=0"], "-np"),

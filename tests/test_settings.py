@@ -13,6 +13,7 @@ from fusion_rt.core.errors import SettingError
 from fusion_rt.knobs import GROUPS, Knob
 from fusion_rt.settings import KNOBS, OF_SETTINGS, Settings
 from fusion_rt.units import MIB, SECONDS, SWITCH
+from tests.for_each import for_each
 
 
 def test_without_variables_every_setting_has_its_default() -> None:
@@ -73,7 +74,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "why"), REFUSED)
+@for_each(("name", "text", "why"), REFUSED)
 def test_a_value_that_cannot_be_used_is_refused_by_the_name_of_its_variable(name: str, text: str, why: str) -> None:
     with pytest.raises(SettingError, match=f"^{name}: .*{why}"):
         Settings.from_env({name: text})
@@ -95,7 +96,7 @@ def test_no_name_flag_variable_or_key_is_there_twice() -> None:
         assert sorted(set(column)) == sorted(column)
 
 
-@pytest.mark.parametrize("knob", KNOBS, ids=[knob.name for knob in KNOBS])
+@for_each("knob", KNOBS)
 def test_every_row_makes_sense(knob: Knob) -> None:
     assert knob.group in GROUPS
     assert knob.help[0].isupper()
@@ -105,7 +106,7 @@ def test_every_row_makes_sense(knob: Knob) -> None:
     assert not knob.inverse or knob.unit is SWITCH
 
 
-@pytest.mark.parametrize("knob", OF_SETTINGS, ids=[knob.name for knob in OF_SETTINGS])
+@for_each("knob", OF_SETTINGS)
 def test_every_default_can_be_written_and_read_back(knob: Knob) -> None:
     assert knob.variable
     text = knob.write(knob.default)

@@ -9,8 +9,7 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-import pytest
-
+from tests.for_each import for_each
 from tests.test_imports import ROOT, imported_names, modules
 
 KNOWN_CIRCLES: set[frozenset[str]] = set()
@@ -109,7 +108,7 @@ def test_no_folders_import_each_other() -> None:
     assert new(circles(graph({module: str(path.parent.relative_to(ROOT)) for module, path in modules().items()}))) == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("edges", "expected"),
     [
         ({"a": {"b"}, "b": {"c"}, "c": set()}, set()),

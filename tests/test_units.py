@@ -25,6 +25,7 @@ from fusion_rt.units import (
     parse_seconds,
     parse_size,
 )
+from tests.for_each import for_each
 
 SIZES = {
     "67108864": 64 * MIB,
@@ -42,12 +43,12 @@ SIZES = {
 DURATIONS = {"30": 30.0, "1ms": 1e-3, "2min": 120.0, "2m": 120.0, "0.5h": 1800.0, "250 us": 250e-6, "1.5s": 1.5}
 
 
-@pytest.mark.parametrize(("text", "nbytes"), SIZES.items())
+@for_each(("text", "nbytes"), SIZES.items())
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize(("text", "seconds"), DURATIONS.items())
+@for_each(("text", "seconds"), DURATIONS.items())
 def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
@@ -62,12 +63,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("text", "limits"), RANGES.items())
+@for_each(("text", "limits"), RANGES.items())
 def test_ranges(text: str, limits: tuple[int | None, int | None]) -> None:
     assert parse_range(text) == limits
 
 
-@pytest.mark.parametrize(("text", "told"), [*OTHERS.items(), ("5:5", "an empty range"), (":0", "an empty range")])
+@for_each(("text", "told"), [*OTHERS.items(), ("5:5", "an empty range"), (":0", "an empty range")])
 def test_a_range_that_is_spelled_otherwise_is_refused_with_the_right_spelling(text: str, told: str) -> None:
     with pytest.raises(SettingError, match=told):
         parse_range(text)
@@ -83,7 +84,7 @@ def test_a_bare_number_counts_what_its_place_says() -> None:
     assert parse_seconds("5s", bare=1e-3) == 5.0
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 2", "64XB", "1e", "nan", "inf", "1e999", "0x10", "1,5"])
+@for_each("text", ["", "MiB", "-1", "1 2", "64XB", "1e", "nan", "inf", "1e999", "0x10", "1,5"])
 def test_what_is_no_number_with_a_suffix_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match="is not a size such as 64MiB"):
         parse_size(text)
@@ -92,7 +93,7 @@ def test_what_is_no_number_with_a_suffix_is_refused(text: str) -> None:
             parse(text, 1.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("unit", "text", "complaint"),
     [
         (SWITCH, "maybe", "is not a yes or no"),
@@ -121,7 +122,7 @@ def test_a_limit_of_zero_is_none() -> None:
     assert LIMIT.show(math.inf) == "never"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("unit", "value", "bare", "text"),
     [
         (BYTES, 32 * MIB, 1, "33554432"),

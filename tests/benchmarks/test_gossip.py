@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks import gossip
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize("name", gossip.CASES)
+@for_each("name", gossip.CASES)
 def test_the_mean_stays_and_ranks_come_closer(name: str) -> None:
     text, codec = gossip.CASES[name]
     for waits in (False, True):

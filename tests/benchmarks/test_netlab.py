@@ -16,6 +16,7 @@ import pytest
 from benchmarks.netlab import Netlab, NetlabError, preflight
 from benchmarks.netlab.iproute import bits_per_second
 from benchmarks.netlab.registry import STATE_DIR, clean, records
+from tests.for_each import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 UNAVAILABLE = preflight()
@@ -253,14 +254,14 @@ def command(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rate", "bits"), [("1gbit", 10**9), ("2.5Gbit", 25 * 10**8), ("100mbit", 10**8), ("8kbit", 8000), ("64bit", 64)]
 )
 def test_a_rate_is_read(rate: str, bits: int) -> None:
     assert bits_per_second(rate) == bits
 
 
-@pytest.mark.parametrize("rate", ["", "1", "fast", "1gbps", "-1gbit", "0mbit", "1 gbit/s", "1e9bit"])
+@for_each("rate", ["", "1", "fast", "1gbps", "-1gbit", "0mbit", "1 gbit/s", "1e9bit"])
 def test_what_is_no_rate_is_refused(rate: str) -> None:
     with pytest.raises(NetlabError, match="is not a rate: write a number"):
         bits_per_second(rate)
@@ -283,6 +284,6 @@ def test_preflight_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
     assert preflight() == "the command `ip` is missing: install iproute2 (Debian: apt-get install iproute2)."
 
 
-@pytest.mark.parametrize("argv", [[], ["list", "--", "true"], ["--host-rate", "fast", "--", "true"], ["wipe"]])
+@for_each("argv", [[], ["list", "--", "true"], ["--host-rate", "fast", "--", "true"], ["wipe"]])
 def test_a_wrong_command_line_exits_with_2(argv: list[str]) -> None:
     assert command(*argv).returncode == 2

@@ -13,6 +13,7 @@ from benchmarks.netlab import Netlab, NetlabError, Path, preflight
 from benchmarks.netlab.paths import matrix, parsed
 from benchmarks.netlab.relay import Lateness, Road
 from benchmarks.netlab.segments import VIRTIO, count, framed, without
+from tests.for_each import for_each
 
 UNAVAILABLE = preflight()
 TIMEOUT_S = 30
@@ -52,7 +53,7 @@ def test_a_lab_of_which_nothing_is_said_has_no_relay() -> None:
     assert matrix(2, Path(), {}) is None
 
 
-@pytest.mark.parametrize("text", ["delay:40", "delay", "loss:100%", "loss:-1%", "speed:3", "rate:fast"])
+@for_each("text", ["delay:40", "delay", "loss:100%", "loss:-1%", "speed:3", "rate:fast"])
 def test_what_makes_no_sense_of_a_path_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(NetlabError):
         parsed(text, Path())
@@ -63,7 +64,7 @@ def test_a_path_of_a_host_that_is_not_there_is_refused() -> None:
         matrix(2, Path(), {(0, 2): "delay:1ms"})
 
 
-@pytest.mark.parametrize("lost", [[0], [2], [6], [0, 1], [1, 3, 4], [0, 6], list(range(7))])
+@for_each("lost", [[0], [2], [6], [0, 1], [1, 3, 4], [0, 6], list(range(7))])
 def test_lost_segments_are_cut_out_of_a_packet_and_the_others_stay_as_tcp_would_have_sent_them(lost: list[int]) -> None:
     payload = bytes(range(256)) * 38  # 9728 bytes: 7 segments, the last of them short
     whole = packet(payload)
@@ -127,7 +128,7 @@ def test_jitter_keeps_the_order_and_its_bounds_and_varies() -> None:
     assert 0.003 < max(late) <= 0.005 + 1e-9
 
 
-@pytest.mark.parametrize("segments", [1, 5, 44])
+@for_each("segments", [1, 5, 44])
 def test_the_share_of_segments_that_is_lost_is_the_one_asked_for_however_they_come(segments: int) -> None:
     road = Road(Path(loss=0.01), "seed")
     whole = packet(bytes(MSS * segments))

@@ -13,11 +13,12 @@ from benchmarks.common.results import Measure, Record, Results, ResultsError
 from benchmarks.report import __main__ as report
 from benchmarks.report import regions
 from benchmarks.report.regions import DocumentError
+from tests.for_each import for_each
 
 DOCUMENTS = regions.documents(ROOT)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
+@for_each("path", DOCUMENTS)
 def test_the_committed_tables_are_those_that_the_committed_results_give(path: Path) -> None:
     found = results.load_all(results.RESULTS)
     text = path.read_text()

@@ -10,6 +10,7 @@ from fusion_rt.choice.advice import WAYS, advise, conditions_of, tell
 from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.advise import parse, words_of
 from fusion_rt.units import MIB
+from tests.for_each import for_each
 
 MBIT = 1e6 / 8  # bytes a second
 COMPUTING, MODEL = 0.25, 100e6
@@ -37,7 +38,7 @@ def test_on_a_slow_link_each_way_takes_as_long_as_its_bytes(nodes: int) -> None:
     assert advice.speed(dense) == pytest.approx(nodes * COMPUTING / dense.step)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mbit", "computing", "chosen"),
     [
         (40_000, 0.25, "dense"),
@@ -66,8 +67,8 @@ def test_a_larger_model_never_takes_less_time() -> None:
         assert all(more >= 0.9 * less for less, more in pairwise(steps)), (name, steps)
 
 
-@pytest.mark.parametrize("mbit", [10.0, 100.0])
-@pytest.mark.parametrize("computing", [0.002, 0.01])
+@for_each("mbit", [10.0, 100.0])
+@for_each("computing", [0.002, 0.01])
 def test_a_tensor_that_is_just_large_enough_to_be_compressed_makes_no_step_shorter(
     mbit: float, computing: float
 ) -> None:

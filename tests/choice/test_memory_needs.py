@@ -13,6 +13,7 @@ from benchmarks.common import results
 from fusion_rt import algorithms, codecs
 from fusion_rt.choice.memory_needs import DAEMON_NBYTES, SCRATCH_NBYTES, WORKER_NBYTES, needs
 from fusion_rt.core.dtypes import DTYPES
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import SimulatedJob
 
@@ -108,7 +109,7 @@ def test_a_host_needs_what_its_processes_do() -> None:
 MEASURED = [one for one in results.load(results.RESULTS / "footprint.json").records if "parameters" in one.setting]
 
 
-@pytest.mark.parametrize("record", MEASURED, ids=lambda one: results.label(one.setting))
+@for_each("record", MEASURED)
 def test_measured_jobs_are_within_what_is_told(record: results.Record) -> None:
     of = {name: record.measure(name).samples[footprint.OURS][0] for name in footprint.MEASURES}
     spec = algorithms.parse(str(record.setting["algorithm"]))

@@ -13,6 +13,7 @@ from fusion_rt.choice.candidates import Mathematics, Setting
 from fusion_rt.choice.codec_costs import ALLREDUCE, CODECS, LOCAL
 from fusion_rt.choice.prediction import Conditions, Decision, decide, predict
 from fusion_rt.units import MIB
+from tests.for_each import for_each
 
 DEFAULT = Setting(16 * MIB, codec="dense", late=False)
 GIGABIT = 8e-9  # seconds a byte
@@ -36,7 +37,7 @@ def by_hand(conditions: Conditions, share: float) -> float:
     return share * 2 * (conditions.nodes - 1) / conditions.nodes * conditions.nbytes * conditions.seconds_per_byte
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@for_each("codec", CODECS)
 def test_on_a_slow_link_a_step_takes_as_long_as_its_bytes(codec: str) -> None:
     conditions = replace(SLOW, seconds_per_byte=1000 * GIGABIT, latency=0.0)
     found = predict(conditions, replace(DEFAULT, codec=codec, threshold=MIB))
@@ -66,8 +67,8 @@ def test_many_small_buckets_cost_their_overhead() -> None:
     assert predict(conditions, replace(DEFAULT, threshold=1)).step > 10 * predict(conditions, DEFAULT).step
 
 
-@pytest.mark.parametrize("speed", [1e-12, GIGABIT, 10 * GIGABIT, 1000 * GIGABIT])
-@pytest.mark.parametrize("nodes", [1, 2, 4, 16])
+@for_each("speed", [1e-12, GIGABIT, 10 * GIGABIT, 1000 * GIGABIT])
+@for_each("nodes", [1, 2, 4, 16])
 def test_lossless_never_changes_the_mathematics(speed: float, nodes: int) -> None:
     conditions = replace(SLOW, seconds_per_byte=speed, nodes=nodes)
     choices = candidates("lossless", DEFAULT, conditions, codecs=True, late=True)
@@ -175,6 +176,6 @@ def test_only_what_was_tried_can_be_kept() -> None:
     assert f"of the default's {predict(SLOW, DEFAULT).step * 1e3:.4g} ms" in kept.why
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@for_each("codec", CODECS)
 def test_the_codecs_are_there(codec: str) -> None:
     assert codecs.parse(codec)

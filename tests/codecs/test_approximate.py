@@ -12,6 +12,7 @@ from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.packing import HEADER, merged
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.core.dtypes import DTYPES
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -36,8 +37,8 @@ def opened(text: str, layout: Layout | None = None) -> SelectingBucketCodec:
     return codec.open(layout or Layout(DTYPES["float32"], N))
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("name", ["gaussiank", "thresholdk"])
+@for_each("distribution", DISTRIBUTIONS)
+@for_each("name", ["gaussiank", "thresholdk"])
 def test_what_is_selected_are_the_largest_and_never_many_more_than_asked(name: str, distribution: str) -> None:
     codec = opened(f"{name}(density=0.01, value='fp32', every=5)" if name == "thresholdk" else f"{name}(value='fp32')")
     rng = np.random.default_rng(2)

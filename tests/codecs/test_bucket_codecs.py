@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, open_bucket, parse
 from fusion_rt.codecs.dense import Dense, DenseBucket
 from fusion_rt.core.dtypes import DTYPES, DType
+from tests.for_each import for_each
 
 Array = npt.NDArray[Any]
 
@@ -63,7 +64,7 @@ def test_what_is_encoded_is_decoded(name: str, dtype: DType, n: int, start: int,
     assert again == bytes(payload), "what has been rounded once stays as it is"
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
+@for_each("dtype", ALL)
 def test_dense_sends_the_memory_itself(dtype: DType) -> None:
     values = elements(dtype, 10, 0)
     payload = opened("dense", dtype).encode(0, values)
@@ -71,8 +72,8 @@ def test_dense_sends_the_memory_itself(dtype: DType) -> None:
     assert payload.nbytes == values.nbytes
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-@pytest.mark.parametrize("dtype", ALL, ids=str)
+@for_each("name", ["fp16", "bf16"])
+@for_each("dtype", ALL)
 def test_half_codecs_apply_to_wide_floats_and_let_the_rest_go_dense(name: str, dtype: DType) -> None:
     applies = dtype in WIDE
     codec = opened(name, dtype)
@@ -81,8 +82,8 @@ def test_half_codecs_apply_to_wide_floats_and_let_the_rest_go_dense(name: str, d
     assert codec.max_encoded_nbytes(10) == (20 if applies else 10 * dtype.itemsize)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@for_each("name", ["fp16", "bf16"])
+@for_each("dtype", WIDE)
 def test_half_codecs_round_as_torch_does(name: str, dtype: DType) -> None:
     rng = np.random.default_rng(5)
     values = np.concatenate(
@@ -123,9 +124,9 @@ def test_what_is_too_large_for_fp16_becomes_infinite_and_not_for_bf16(dtype: DTy
         assert np.isnan(decoded(codec, codec.encode(0, values), 5)[3:]).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("n", [0, 1, 100])
+@for_each("name", NAMES)
+@for_each("dtype", ALL)
+@for_each("n", [0, 1, 100])
 def test_a_payload_of_another_length_is_refused_and_writes_nothing(name: str, dtype: DType, n: int) -> None:
     codec = opened(name, dtype)
     right = codec.max_encoded_nbytes(n)

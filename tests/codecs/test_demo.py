@@ -14,6 +14,7 @@ from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.demo import DemoBucket
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels.team import Team
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -203,7 +204,7 @@ def test_what_comes_back_is_in_the_residual_and_a_step_can_be_undone() -> None:
         codec.give_back(5, values[5:])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+@for_each("dtype", ["float64", "float16", "bfloat16"])
 def test_other_floating_types_go_by_way_of_float32(dtype: str) -> None:
     where = layout(dtype=dtype)
     kind = DTYPES[dtype]
@@ -236,7 +237,7 @@ def test_what_a_peer_sends_is_checked() -> None:
         codec.tray()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ("demo(momentum=0.9)", r"the momentum of the codec demo is its decay; write demo\(decay=0.999\)"),

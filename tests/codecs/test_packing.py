@@ -16,6 +16,7 @@ from fusion_rt.codecs import CodecError
 from fusion_rt.codecs.packing import HEADER, INDEX_CODINGS, Packer, Selection, Spans, merged, strongest
 from fusion_rt.codecs.values import FORMATS, format_of_whole
 from fusion_rt.kernels import coding, selection
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -83,8 +84,8 @@ def test_ranges_are_unpacked_as_they_were_packed(
     assert_same(packer.unpack(packer.pack(selected, 0, n), 0, n), selected)
 
 
-@pytest.mark.parametrize(("density", "most"), [(0.001, 3.7), (0.01, 3.2), (0.1, 2.8)])
-@pytest.mark.parametrize("chunk", [2_000_000, 250_000])
+@for_each(("density", "most"), [(0.001, 3.7), (0.01, 3.2), (0.1, 2.8)])
+@for_each("chunk", [2_000_000, 250_000])
 def test_bytes_of_a_kept_element_with_fp16_and_headers(density: float, most: float, chunk: int) -> None:
     n = 2_000_000
     places = np.flatnonzero(np.random.default_rng(1).random(n) < density).astype(np.int32)
@@ -95,9 +96,7 @@ def test_bytes_of_a_kept_element_with_fp16_and_headers(density: float, most: flo
     assert total / len(places) <= most
 
 
-@pytest.mark.parametrize(
-    ("value", "nbytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1), ("int4", 1), ("int2", 1)]
-)
+@for_each(("value", "nbytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1), ("int4", 1), ("int2", 1)])
 def test_what_is_always_sent_takes_as_many_bytes_as_selected_values_and_at_least_one(value: str, nbytes: int) -> None:
     n = 64 * 100
     whole = Selection(0, n, np.empty(0, np.int32), np.empty(0, np.float32), np.ones(n, np.float32))
@@ -154,7 +153,7 @@ def test_any_bytes_are_a_selection_of_the_range_or_a_codec_error(
         assert len(got.dense) == dense.rank(n)
 
 
-@pytest.mark.parametrize("index", INDEX_CODINGS)
+@for_each("index", INDEX_CODINGS)
 def test_a_payload_that_is_cut_or_longer_is_refused(index: str) -> None:
     sparse, dense, selected = drawn(300, 0.2, "fp16", 4)
     packer = Packer(sparse, dense, "fp16", index)
@@ -170,8 +169,8 @@ def test_a_payload_that_is_cut_or_longer_is_refused(index: str) -> None:
         Packer(sparse, dense, "fp32", index).unpack(payload, 0, 300)
 
 
-@pytest.mark.parametrize("count", [101, 2**31, 2**32 - 1])
-@pytest.mark.parametrize("kind", range(6))
+@for_each("count", [101, 2**31, 2**32 - 1])
+@for_each("kind", range(6))
 def test_a_count_that_the_range_has_no_room_for_takes_no_memory(kind: int, count: int) -> None:
     packer = Packer(Spans([(0, 100)]), Spans([]), "fp16")
     payload = HEADER.pack(kind | 1 << 4, 3, 0, 0, count) + bytes(500)
@@ -193,7 +192,7 @@ def test_indices_of_padding_and_of_what_is_always_sent_are_refused() -> None:
                 packer.unpack(payload, 0, 100)
 
 
-@pytest.mark.parametrize("raw", [[5, 5], [6, 5], [5, 100], [2**32 - 1, 5], [5, 2**32 - 1]])
+@for_each("raw", [[5, 5], [6, 5], [5, 100], [2**32 - 1, 5], [5, 2**32 - 1]])
 def test_indices_that_do_not_ascend_in_the_range_are_refused(raw: list[int]) -> None:
     packer = Packer(Spans([(0, 1000)]), Spans([]), "fp32")
     payload = HEADER.pack(2, 0, 0, 0, 2) + np.array(raw, np.uint32).tobytes() + bytes(8)

@@ -17,6 +17,7 @@ from fusion_rt.codecs.integers import Int4, Int8
 from fusion_rt.codecs.onebit import OneBit
 from fusion_rt.codecs.powersgd import PowerSGD
 from fusion_rt.core.dtypes import DType
+from tests.for_each import for_each
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def test_a_name_alone_is_a_codec(text: str, codec: Codec) -> None:
     assert str(codec) == text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "codec"),
     [
         ("int8", Int8()),
@@ -92,7 +93,7 @@ def test_the_canonical_text_of_a_codec_parses_to_it(k: int, density: float, valu
     assert str(parse(str(codec))) == str(codec)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "share"),
     [
         ("dense", 1.0),
@@ -112,7 +113,7 @@ def test_equal_codecs_have_the_same_text() -> None:
     assert {str(parse(text)) for text in texts} == {"picky(k=3)"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ("fp61", "no codec 'fp61'; did you mean 'fp16'"),

@@ -15,6 +15,7 @@ from fusion_rt.codecs.powersgd import PowerSGD, PowerSGDBucket
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import low_rank
 from fusion_rt.kernels.team import Team
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -115,7 +116,7 @@ def test_large_matrices_are_approximated_and_the_rest_travels_whole() -> None:
     assert not factors(codec), "no factors that would be hardly smaller"
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+@for_each("nodes", [1, 2, 3, 4])
 def test_results_and_residuals_are_those_of_numpy(nodes: int) -> None:
     where = layout()
     codecs = opened("powersgd(rank=2, minimum=0)", where, nodes)
@@ -147,8 +148,8 @@ def test_results_and_residuals_are_those_of_numpy(nodes: int) -> None:
     assert all(each[name].tobytes() == q[0][name].tobytes() for each in q for name in each)
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("rank", [1, 3])
+@for_each("nodes", [1, 3])
+@for_each("rank", [1, 3])
 def test_a_sum_of_small_enough_rank_arrives_exactly(nodes: int, rank: int) -> None:
     where = layout()
     codecs = opened("powersgd(rank=3, minimum=0)", where, nodes)
@@ -229,7 +230,7 @@ def test_with_feedback_descent_on_a_quadratic_converges() -> None:
     assert distances[True] < distances[False]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@for_each("bad", [np.nan, np.inf, -np.inf])
 def test_a_step_with_what_is_not_finite_is_noticed_by_all_and_undone(bad: float) -> None:
     where = layout()
     codecs = opened("powersgd(rank=2, minimum=0)", where, 2)
@@ -272,7 +273,7 @@ def test_a_step_that_is_not_finished_has_lost_nothing() -> None:
         one.start(first[:-1])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+@for_each("dtype", ["float64", "float16", "bfloat16"])
 def test_other_floating_types_go_by_way_of_float32(dtype: str) -> None:
     kind = DTYPES[dtype]
     where = layout(dtype=kind)
@@ -352,7 +353,7 @@ def test_whole_buckets_are_encoded_and_decoded(dtype: str) -> None:
             one.decode(start, payload, out[part])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ("powersgd(rank=0)", "rank of the codec powersgd is a number of columns from 1 on, not 0"),

@@ -17,6 +17,7 @@ from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels.quantisation import INT2, INT4, INT8, ONEBIT
 from fusion_rt.kernels.random_bits import key
 from fusion_rt.kernels.team import Team
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -183,7 +184,7 @@ def test_any_division_at_blocks_gives_the_same_result(name: str, cuts: list[int]
 
 
 @BY_NAME
-@pytest.mark.parametrize(("low", "high"), [(0, 7), (3, 250), (101, 102), (140, 505), (505, 505)])
+@for_each(("low", "high"), [(0, 7), (3, 250), (101, 102), (140, 505), (505, 505)])
 def test_any_range_is_encoded_by_itself(name: str, low: int, high: int) -> None:
     where = layout(500)
     codec = opened(f"{name}(block=32, minimum=0)", where)
@@ -197,8 +198,8 @@ def test_any_range_is_encoded_by_itself(name: str, low: int, high: int) -> None:
 
 
 @BY_NAME
-@pytest.mark.parametrize("n", [0, 1, 2])
-@pytest.mark.parametrize("minimum", [0, 100])
+@for_each("n", [0, 1, 2])
+@for_each("minimum", [0, 100])
 def test_buckets_of_hardly_any_elements(name: str, n: int, minimum: int) -> None:
     codec = opened(f"{name}(minimum={minimum})", Layout(F32, n))
     for step in range(4):
@@ -211,7 +212,7 @@ def test_buckets_of_hardly_any_elements(name: str, n: int, minimum: int) -> None
     assert codec.step == 4
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@for_each("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_makes_a_payload_nan_and_leaves_the_residual_as_it_was(bad: float) -> None:
     where = Layout(F32, 200, (Span("weight", 0, 128), Span("bias", 128, 8)))
     values = gradient(200, 1)
@@ -245,7 +246,7 @@ def test_without_feedback_nothing_is_kept(name: str) -> None:
 
 
 @BY_NAME
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@for_each("momentum", [0.0, 0.9])
 def test_what_waits_decays_before_a_gradient_is_added(name: str, momentum: float) -> None:
     where = layout(300)
     codec = opened(f"{name}(minimum=0, decay=0.75, momentum={momentum})", where)
@@ -262,7 +263,7 @@ def test_what_waits_decays_before_a_gradient_is_added(name: str, momentum: float
 
 
 @BY_NAME
-@pytest.mark.parametrize("nesterov", [False, True])
+@for_each("nesterov", [False, True])
 def test_momentum_is_that_of_the_reference(name: str, nesterov: bool) -> None:
     where = layout(300)
     codec = opened(f"{name}(minimum=0, momentum=0.9, nesterov={nesterov})", where)
@@ -274,7 +275,7 @@ def test_momentum_is_that_of_the_reference(name: str, nesterov: bool) -> None:
         assert (residual(codec) == without_padding(where, total) - sent).all()
 
 
-@pytest.mark.parametrize("text", ["int8(minimum=0)", "int4(minimum=0)", "int4(minimum=0, rounding='random')",
+@for_each("text", ["int8(minimum=0)", "int4(minimum=0)", "int4(minimum=0, rounding='random')",
                                   "int2(minimum=0)", "int2(minimum=0, rounding='random')",
                                   "int2(minimum=0, decay=0.9)", "onebit(block=64, minimum=0)"])  # fmt: skip
 def test_with_feedback_descent_on_a_quadratic_converges(text: str) -> None:
@@ -304,7 +305,7 @@ def test_nodes_and_steps_round_by_draws_of_their_own() -> None:
 
 
 @BY_NAME
-@pytest.mark.parametrize("nodes", [2, 3])
+@for_each("nodes", [2, 3])
 def test_owners_sum_and_nothing_is_lost(name: str, nodes: int) -> None:
     where = layout(20_000)
     elements = where.elements
@@ -371,7 +372,7 @@ def test_onebit_is_sign_compression_with_error_feedback_as_it_was_published() ->
 
 
 @BY_NAME
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@for_each("dtype", ["float32", "float64", "bfloat16"])
 def test_sums_are_scaled_divided_and_given_back(name: str, dtype: str) -> None:
     kind = DTYPES[dtype]
     where = layout(600, kind)
@@ -489,7 +490,7 @@ def test_a_quantising_codec_says_what_it_is_and_what_it_costs(name: str) -> None
     assert told == {"steps": 2, "packed_nbytes": 10, "dense_nbytes": 40, "elements": 30_000, "encoded": 27_000}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ("int8(block=100)", "a block of the codec int8 is a power of two from 32 to 4096, not 100"),

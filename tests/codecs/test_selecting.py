@@ -16,6 +16,7 @@ from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import coding, selection
 from fusion_rt.kernels.team import Team
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -172,9 +173,9 @@ def test_topk_by_chunks_sends_the_largest_of_each_and_at_least_one(
         assert selected.indices.tolist() == sorted(expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", [0, 1, 2])
-@pytest.mark.parametrize("minimum", [0, 100])
+@for_each("name", NAMES)
+@for_each("n", [0, 1, 2])
+@for_each("minimum", [0, 100])
 def test_buckets_of_hardly_any_elements(name: str, n: int, minimum: int) -> None:
     codec = opened(f"{name}(minimum={minimum}, value='int8')", Layout(F32, n))
     for step in range(4):
@@ -233,8 +234,8 @@ def test_topk_is_exact_for_any_data_and_number_of_threads(pattern: str, density:
                 total = left + values
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["fp32", "fp16", "bf16", "int8", "int4", "int2"])
+@for_each("name", NAMES)
+@for_each("value", ["fp32", "fp16", "bf16", "int8", "int4", "int2"])
 def test_what_is_not_finite_makes_a_payload_nan_and_leaves_the_residual_as_it_was(name: str, value: str) -> None:
     n = 50_000
     how = "momentum=0.9, masking=True" if value == "fp32" else "clip=30.0"
@@ -261,8 +262,8 @@ def test_a_state_that_is_not_finite_is_loaded_without_what_is_not() -> None:
     assert codec.state_dict()["residual/w"][:3].tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+@for_each("name", NAMES)
+@for_each("dtype", ["float64", "float16", "bfloat16"])
 def test_other_floating_types_go_by_way_of_float32(name: str, dtype: str) -> None:
     kind = DTYPES[dtype]
     assert parse(name).applies_to(kind)
@@ -280,7 +281,7 @@ def test_other_floating_types_go_by_way_of_float32(name: str, dtype: str) -> Non
     assert narrow.residual_norm() > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_integers_are_refused(name: str) -> None:
     assert not parse(name).applies_to(DTYPES["int32"])
     with pytest.raises(CodecError, match="for floating types, not for int32"):
@@ -292,7 +293,7 @@ def test_a_bucket_whose_elements_cannot_be_counted_is_refused() -> None:
         parse("topk").open(Layout(F32, 2**31))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_whole_buckets_are_encoded_and_decoded(name: str) -> None:
     where = layout(300)
     codec = opened(f"{name}(minimum=0, density=0.1)", where)
@@ -327,7 +328,7 @@ def test_what_is_given_back_is_in_the_residual() -> None:
     assert codec.residual_norm() == pytest.approx(np.linalg.norm(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_restored_codec_goes_on_bit_by_bit(name: str) -> None:
     where = layout(30_000)
     text = f"{name}(minimum=0, density=0.01, momentum=0.9, warmup=6)"
@@ -419,7 +420,7 @@ def test_statistics_say_how_much_was_asked_sent_and_saved() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ("topk(density=0.0)", "above 0 and at most 1, not 0.0"),
@@ -443,7 +444,7 @@ def test_arguments_that_make_no_sense_are_refused_with_a_sentence(text: str, sai
         parse(text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_selecting_codec_says_what_it_is(name: str) -> None:
     codec = parse(f"{name}(density=0.25, exclude='*bias')")
     assert (codec.stateful, codec.selecting, codec.lossless) == (True, True, False)

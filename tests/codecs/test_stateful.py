@@ -12,6 +12,7 @@ from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, Span, open
 from fusion_rt.codecs.base import Array, Codec
 from fusion_rt.codecs.dense import DenseBucket
 from fusion_rt.core.dtypes import DTYPES, DType
+from tests.for_each import for_each
 
 NAMES = sorted(name for name, codec in CODECS.items() if codec.stateful)
 ELEMENTS = 3000
@@ -31,8 +32,8 @@ def gradient(step: int) -> Array:
     return np.random.default_rng(step).standard_normal(ELEMENTS, dtype=np.float32)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("spoiler", [np.nan, np.inf, -np.inf])
+@for_each("name", NAMES)
+@for_each("spoiler", [np.nan, np.inf, -np.inf])
 def test_a_gradient_that_is_not_finite_arrives_as_one_and_leaves_no_trace(name: str, spoiler: float) -> None:
     spoiled, plain, receiver = opened(name), opened(name), opened(name)
     for codec in (spoiled, plain):
@@ -44,7 +45,7 @@ def test_a_gradient_that_is_not_finite_arrives_as_one_and_leaves_no_trace(name: 
     assert spoiled.residual_norm() == pytest.approx(plain.residual_norm(), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_each_encoding_is_a_step_and_every_receiver_gets_the_same_bits(name: str) -> None:
     sender, first, second = opened(name), opened(name), opened(name)
     for step in range(3):
@@ -53,7 +54,7 @@ def test_each_encoding_is_a_step_and_every_receiver_gets_the_same_bits(name: str
         assert received(first, payload).tobytes() == received(second, payload).tobytes()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_sender_that_is_told_what_it_sends_is_told_what_receivers_get(name: str) -> None:
     where = Layout(DTYPES["float32"], ELEMENTS, (Span("weight", 0, ELEMENTS, (60, 50)),))
     sender, receiver = (open_bucket(parse(f"{name}(minimum=0)"), where) for _ in range(2))

@@ -7,6 +7,7 @@ import pytest
 from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.codecs.tensor_rules import TensorRules
 from fusion_rt.core.dtypes import DTYPES
+from tests.for_each import for_each
 
 LAYOUT = Layout(
     DTYPES["float32"],
@@ -70,7 +71,7 @@ def test_the_density_falls_from_a_quarter_like_that_of_deep_gradient_compression
     assert dense.k(0, 400) == 500
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "said"),
     [
         ({"density": 0.0}, "the density is the share of elements that is sent, above 0 and at most 1, not 0.0"),
@@ -88,7 +89,7 @@ def test_what_is_wrong_with_a_rule_is_said(changed: dict[str, object], said: str
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tensors",
     [
         (Span("a", 0, 5), Span("b", 4, 2)),

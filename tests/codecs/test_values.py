@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.codecs import CodecError
 from fusion_rt.codecs.values import BLOCK, FORMATS
+from tests.for_each import for_each
 
 Array = npt.NDArray[Any]
 
@@ -91,8 +92,8 @@ def test_what_rounding_takes_away_is_a_float32_and_what_is_not_finite_stays_so(n
         assert np.array_equal(rounded[~finite], values[~finite], equal_nan=True)
 
 
-@pytest.mark.parametrize("name", RELATIVE_ERROR)
-@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e30])
+@for_each("name", RELATIVE_ERROR)
+@for_each("scale", [1e-30, 1e-9, 1.0, 1e30])
 def test_ordinary_values_keep_their_digits_at_any_scale(name: str, scale: float) -> None:
     rng = np.random.default_rng(1)
     values = (rng.uniform(1, 1000, 5000) * rng.choice([-1, 1], 5000) * scale).astype(np.float32)

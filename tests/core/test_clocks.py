@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fusion_rt.core.clocks import Measurement, measure
+from tests.for_each import for_each
 
 
 def test_the_offset_is_exact_where_both_ways_take_equally_long() -> None:
@@ -12,10 +11,9 @@ def test_the_offset_is_exact_where_both_ways_take_equally_long() -> None:
     assert measure(1000, 501_300, 501_350, 1650) == Measurement(500_000, 600)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "times",
     [(1000, 2000, 1999, 1500), (1000, 1100, 2200, 2000), (1000, 0, 1 << 61, 2000), (2000, 1, 1, 1000)],
-    ids=["the answer left before it came", "longer there than away", "absurd", "back before it left"],
 )
 def test_what_cannot_be_is_no_measurement(times: tuple[int, int, int, int]) -> None:
     found = measure(*times)

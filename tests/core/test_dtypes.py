@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from fusion_rt.core.dtypes import DTYPES, DType, DTypeError
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@for_each("name", DTYPES)
 def test_an_element_type_is_what_torch_calls_so(name: str) -> None:
     dtype, theirs = DType.named(name), getattr(torch, name)
     assert (dtype.name, dtype.itemsize, dtype.is_floating) == (name, theirs.itemsize, theirs.is_floating_point)

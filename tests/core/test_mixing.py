@@ -23,6 +23,7 @@ from fusion_rt.core.mixing import (
     check_push_sum,
     parse,
 )
+from tests.for_each import for_each
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
@@ -86,7 +87,7 @@ def test_the_spectral_gap_is_the_rate_at_which_ranks_come_to_agree(mixing: Mixin
     assert np.linalg.norm(left, 2) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "ring", "exponential"), [(8, 0.195, 0.5), (16, 0.051, 0.4), (64, 0.0032, 0.286)])
+@for_each(("ranks", "ring", "exponential"), [(8, 0.195, 0.5), (16, 0.051, 0.4), (64, 0.0032, 0.286)])
 def test_spectral_gaps_of_ring_and_exponential_graphs(ranks: int, ring: float, exponential: float) -> None:
     """Published numbers; the exponential graph's is 2 / (1 + log2 n), the ring's 2/3 (1 - cos(2 pi / n))."""
     assert parse("ring", ranks).spectral_gap() == pytest.approx(ring, abs=5e-4 if ring > 0.01 else 5e-5)
@@ -95,7 +96,7 @@ def test_spectral_gaps_of_ring_and_exponential_graphs(ranks: int, ring: float, e
     assert parse("exponential", ranks).spectral_gap() == pytest.approx(2 / (1 + math.log2(ranks)))
 
 
-@pytest.mark.parametrize("exponent", range(1, 8))
+@for_each("exponent", range(1, 8))
 def test_one_peer_exponential_averages_exactly_in_log2_of_two_to_the_k_steps(exponent: int) -> None:
     ranks = 2**exponent
     mixing = parse("one-peer-exponential", ranks)
@@ -131,7 +132,7 @@ def test_who_takes_from_whom() -> None:
     assert [sender for sender, _ in parse("hypercube", 8).incoming(5, 0)] == [1, 4, 7]
 
 
-@pytest.mark.parametrize("name", sorted(GRAPHS))
+@for_each("name", sorted(GRAPHS))
 def test_one_rank_keeps_what_it_has(name: str) -> None:
     mixing = parse(name, 1)
     assert mixing.matrix(3).tolist() == [[1.0]]
@@ -154,13 +155,13 @@ def test_a_torus_is_as_square_as_possible_and_joins_ranks_in_sequence() -> None:
     assert not parse("torus", 9).bipartite
 
 
-@pytest.mark.parametrize("ranks", PRIMES)
+@for_each("ranks", PRIMES)
 def test_a_torus_of_a_prime_number_of_ranks_is_refused(ranks: int) -> None:
     with pytest.raises(MixingError, match=f"since {ranks} is a prime number; use 'ring' or 'exponential'"):
         parse("torus", ranks)
 
 
-@pytest.mark.parametrize("ranks", [3, 6, 12, 100])
+@for_each("ranks", [3, 6, 12, 100])
 def test_a_hypercube_needs_a_power_of_two(ranks: int) -> None:
     with pytest.raises(MixingError, match=f"has 2, 4, 8, ... ranks, not {ranks}; use 'exponential'"):
         parse("hypercube", ranks)
@@ -220,7 +221,7 @@ def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
             ask()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "near"),
     [
         ("rign", "ring"),
@@ -243,7 +244,7 @@ def test_any_text_is_a_graph_or_a_mixing_error(text: str, ranks: int) -> None:
         parse(text, ranks)
 
 
-@pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1])
+@for_each("ranks", [0, -1, MAX_RANKS + 1])
 def test_a_number_of_ranks_that_makes_no_sense_is_refused(ranks: int) -> None:
     with pytest.raises(MixingError, match=f"has from 1 to {MAX_RANKS} ranks, not {ranks}"):
         parse("ring", ranks)
@@ -367,8 +368,8 @@ def test_pairs_have_to_connect_all_ranks() -> None:
         check_pairwise(parse("hypercube", 8))
 
 
-@pytest.mark.parametrize("name", ["ring", "torus", "exponential", "one-peer-exponential", "complete", "bipartite"])
-@pytest.mark.parametrize("ranks", [4, 6, 9, 12, 15, 16])
+@for_each("name", ["ring", "torus", "exponential", "one-peer-exponential", "complete", "bipartite"])
+@for_each("ranks", [4, 6, 9, 12, 15, 16])
 def test_averaging_pairs_alone_brings_all_ranks_to_the_mean(name: str, ranks: int) -> None:
     mixing = parse(name, ranks)
     check_pairwise(mixing)

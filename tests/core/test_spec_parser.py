@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.core import spec_parser
 from fusion_rt.core.plugins import Registry
+from tests.for_each import for_each
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def parse(text: str) -> object:
     return spec_parser.parse(text, known("thing"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "chosen"),
     [
         ("plain", Plain()),
@@ -78,7 +79,7 @@ def test_defaults_are_not_written() -> None:
     assert spec_parser.write("tuned", parse("tuned(steps=4)")) == "tuned"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "why"),
     [
         ("plane", "there is no thing 'plane'; did you mean 'plain'?"),

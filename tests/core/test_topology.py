@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.core.errors import FusionError, SettingError
 from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
+from tests.for_each import for_each
 
 UNEVEN = Topology(("a", "b", "c"), ((0, 1), (2,), (3, 4, 5)))
 
@@ -44,13 +45,13 @@ def test_local_and_cross_ranks_name_every_worker_once(topology: Topology) -> Non
         assert across == list(range(len(across)))
 
 
-@pytest.mark.parametrize("rank", [-1, 6, 100])
+@for_each("rank", [-1, 6, 100])
 def test_a_rank_that_is_not_there(rank: int) -> None:
     with pytest.raises(FusionError, match=f"there is no rank {rank} in a job of 6 ranks"):
         UNEVEN.node_of(rank)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("hosts", "ranks"),
     [
         (("a",), ((),)),
@@ -102,14 +103,12 @@ def test_a_node_without_workers() -> None:
         Topology(("a", "b"), ((), ()))
 
 
-@pytest.mark.parametrize(
-    ("shard_hosts", "homes"), [("", (0, 1)), (" ", (0, 1)), ("c", (2,)), ("c, a", (0, 2)), ("a,b,c", (0, 1, 2))]
-)
+@for_each(("shard_hosts", "homes"), [("", (0, 1)), (" ", (0, 1)), ("c", (2,)), ("c, a", (0, 2)), ("a,b,c", (0, 1, 2))])
 def test_homes_are_the_hosts_named_or_all_that_have_workers(shard_hosts: str, homes: tuple[int, ...]) -> None:
     assert SHARDED.homes(shard_hosts) == homes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shard_hosts", "why"),
     [
         ("c,d", "shard host 'd' .* is no host of this job, whose hosts are a, b, c"),

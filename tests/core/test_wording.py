@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fusion_rt.core.wording import counted
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize(("number", "words"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (11, "11 ranks")])
+@for_each(("number", "words"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (11, "11 ranks")])
 def test_one_is_singular(number: int, words: str) -> None:
     assert counted(number, "rank") == words

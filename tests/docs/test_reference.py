@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -31,7 +31,7 @@ def offered(module: Path) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
 
 
-@pytest.mark.parametrize("module", PAGES)
+@for_each("module", PAGES)
 def test_a_page_names_all_that_its_module_offers(module: str) -> None:
     page, left_out = PAGES[module]
     text = (ROOT / "docs" / "reference" / page).read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.core.errors import ArenaError
 from fusion_rt.host.arena import ALIGNMENT, Arena, Region, Segment
+from tests.for_each import for_each
 
 MIB = 1 << 20
 
@@ -91,7 +92,7 @@ def test_both_ends_see_the_same_bytes() -> None:
     ours.close()
 
 
-@pytest.mark.parametrize("nbytes", [0, 4096, 16384])
+@for_each("nbytes", [0, 4096, 16384])
 def test_the_other_side_cannot_resize_a_segment(nbytes: int) -> None:
     segment = Segment.create(8192)
     with pytest.raises(PermissionError):
@@ -161,7 +162,7 @@ def _one_end_of_a_pipe() -> int:
     return reader
 
 
-@pytest.mark.parametrize(("make", "why"), REFUSED.values(), ids=REFUSED.keys())
+@for_each(("make", "why"), REFUSED.values())
 def test_what_is_no_sealed_memfd_is_refused_and_closed(make: object, why: str) -> None:
     with pytest.raises(ArenaError, match=why):
         Segment.open(make(), 8192)  # type: ignore[operator]
@@ -172,7 +173,7 @@ def test_an_empty_segment_is_refused() -> None:
         Segment.open(memfd(0, ALL_SEALS), 0)
 
 
-@pytest.mark.parametrize("nbytes", [1 << 48, (1 << 63) - 4096, 1 << 63, 1 << 70])
+@for_each("nbytes", [1 << 48, (1 << 63) - 4096, 1 << 63, 1 << 70])
 def test_more_memory_than_there_is_is_an_arena_error(nbytes: int) -> None:
     with pytest.raises(ArenaError, match=f"{nbytes} bytes of shared memory cannot be allocated"):
         Segment.create(nbytes)

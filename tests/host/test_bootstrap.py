@@ -24,6 +24,7 @@ from fusion_rt.host.bootstrap import (
     Reformed,
     StartError,
 )
+from tests.for_each import for_each
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 CONFIG = DaemonConfig("job-1", 1, TOPOLOGY, "10.0.0.2", attached=False)
@@ -31,7 +32,7 @@ ENDPOINT = Endpoint(1, 4711, "fe80::1", 5000, 5001, "k" * 40)
 REFORM = Reform(3, Topology(("a", "b"), ((), (0, 1))), (0,), (ENDPOINT,))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "message",
     [
         CONFIG,
@@ -81,7 +82,7 @@ def changed(line: bytes, old: bytes, new: bytes) -> bytes:
     return line.replace(old, new)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("old", "new"),
     [
         (b'"job-1"', b'"../x"'),
@@ -99,13 +100,13 @@ def test_a_configuration_that_makes_no_sense_is_refused(old: bytes, new: bytes) 
         bootstrap.decode_line(changed(bootstrap.encode_line(CONFIG), old, new), DaemonConfig)
 
 
-@pytest.mark.parametrize(("old", "new"), [(b"5000", b"65536"), (b"5001", b"-1"), (b'"fe80::1"', b'"somewhere"')])
+@for_each(("old", "new"), [(b"5000", b"65536"), (b"5001", b"-1"), (b'"fe80::1"', b'"somewhere"')])
 def test_an_endpoint_that_makes_no_sense_is_refused(old: bytes, new: bytes) -> None:
     with pytest.raises(WireError):
         bootstrap.decode_line(changed(bootstrap.encode_line(ENDPOINT), old, new), Endpoint)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("old", "new"),
     [
         (b'"absent":[0]', b'"absent":[]'),  # then node 0 has to have an endpoint

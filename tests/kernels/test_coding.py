@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusion_rt.kernels import coding
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -48,8 +49,8 @@ def test_indices_become_the_bits_of_the_reference_and_come_back(
     assert decoded.tolist() == indices.tolist()
 
 
-@pytest.mark.parametrize("bits", [0, 3, 8, 16])
-@pytest.mark.parametrize("density", [0.01, 0.3])
+@for_each("bits", [0, 3, 8, 16])
+@for_each("density", [0.01, 0.3])
 def test_nothing_is_written_behind_a_code(bits: int, density: float) -> None:
     indices = drawn(400, 0, density, 1)
     parts = coding.encode(indices, 0, bits)
@@ -69,7 +70,7 @@ def test_without_low_bits_the_code_is_a_bitmap() -> None:
     assert not len(low_part)
 
 
-@pytest.mark.parametrize("density", [0.0005, 0.01, 0.1, 0.5, 0.99])
+@for_each("density", [0.0005, 0.01, 0.1, 0.5, 0.99])
 def test_the_number_of_low_bits_that_is_called_best_is(density: float) -> None:
     indices = drawn(100_000, 0, density, 2)
     bits, nbytes = coding.best_bits(indices, 0, 100_000)

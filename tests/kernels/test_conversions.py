@@ -13,6 +13,7 @@ import torch
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import _kernels, cpu, machine_code
 from fusion_rt.kernels.llvm import vectors
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -69,7 +70,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("convert", "dtype"), CASES)
+@for_each(("convert", "dtype"), CASES)
 def test_all_halves_become_the_right_float(convert: Convert, dtype: DType) -> None:
     actual = np.empty(PATTERNS.size, np.float32)
     convert(PATTERNS, dtype, actual, F32)
@@ -79,7 +80,7 @@ def test_all_halves_become_the_right_float(convert: Convert, dtype: DType) -> No
     assert (actual.view(np.uint32)[~nan] == expected.view(np.uint32)[~nan]).all()
 
 
-@pytest.mark.parametrize(("convert", "dtype"), CASES)
+@for_each(("convert", "dtype"), CASES)
 def test_floats_become_the_nearest_half_with_ties_to_even(convert: Convert, dtype: DType) -> None:
     values = floats()
     actual = np.empty(values.size, np.uint16)
@@ -113,7 +114,7 @@ def test_float32_and_float64_convert_into_each_other() -> None:
     assert (values == single).all()
 
 
-@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 100])
+@for_each("n", [0, 1, 31, 32, 33, 100])
 def test_every_length_is_converted_to_its_end_and_no_further(n: int) -> None:
     source = np.arange(n, dtype=np.float32)
     target = np.full(n + 1, 0x1234, np.uint16)
@@ -122,7 +123,7 @@ def test_every_length_is_converted_to_its_end_and_no_further(n: int) -> None:
     assert target[n] == 0x1234
 
 
-@pytest.mark.parametrize(("source", "target"), [("float32", "int32"), ("bool", "float16"), ("float16", "bfloat16")])
+@for_each(("source", "target"), [("float32", "int32"), ("bool", "float16"), ("float16", "bfloat16")])
 def test_there_are_no_other_conversions(source: str, target: str) -> None:
     arrays = [np.zeros(2, DTYPES[name].storage) for name in (source, target)]
     with pytest.raises(ValueError, match=f"no conversion from {source} to {target}"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -102,8 +103,8 @@ def test_a_reduction_gives_the_bits_of_the_reference(
         assert source.tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@for_each("dtype", ALL)
+@for_each("op", OPS)
 def test_dividing_the_range_changes_no_bit(dtype: DType, op: str) -> None:
     n = 5000
     sources = [ordinary(dtype, n, seed) for seed in range(3)]
@@ -136,8 +137,8 @@ def test_halves_are_rounded_once_at_the_end(name: str) -> None:
     assert (out == expected).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-@pytest.mark.parametrize(("op", "zero"), [("min", -0.0), ("max", 0.0)])
+@for_each("dtype", FLOATING)
+@for_each(("op", "zero"), [("min", -0.0), ("max", 0.0)])
 def test_min_and_max_propagate_nan_and_order_zeros(dtype: DType, op: str, zero: float) -> None:
     def stored(*values: float) -> Array:
         return np.repeat(reference.narrow(dtype, np.array(values, np.float32)), 40)
@@ -157,7 +158,7 @@ def test_int64_averages_are_exact_beyond_two_to_the_53() -> None:
     assert out.tolist() == [2**61, -(2**61), 3, -3, 2**62 - 1]
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@for_each("dtype", INTEGERS)
 def test_integer_sums_wrap_around(dtype: DType) -> None:
     ends = np.iinfo(dtype.storage)
     out = np.empty(70, dtype.storage)
@@ -176,7 +177,7 @@ def test_a_bool_is_true_when_its_byte_is_not_zero() -> None:
     assert results == {"sum": either, "max": either, "product": both, "min": both}
 
 
-@pytest.mark.parametrize("factors", [{"prescale": 0.5}, {"postscale": 2.0}, {"divisor": 2}])
+@for_each("factors", [{"prescale": 0.5}, {"postscale": 2.0}, {"divisor": 2}])
 def test_scaling_bools_is_refused(factors: dict[str, Any]) -> None:
     flags = np.ones(3, np.uint8)
     with pytest.raises(ValueError, match="bool tensors cannot be scaled"):
@@ -196,7 +197,7 @@ def read_only(array: Array) -> Array:
     return array
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("source", "output", "said"),
     [
         (np.zeros(4, np.float64), np.zeros(4, np.float32), "type float64"),
@@ -215,7 +216,7 @@ def test_arrays_that_do_not_fit_are_refused(source: Array, output: Array, said: 
     assert (output == before).all()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "counts", "divisor", "said"),
     [
         ("average", (1, 1), 1, "no reduction 'average'"),

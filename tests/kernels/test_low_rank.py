@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.kernels import low_rank
 from fusion_rt.kernels.team import Team
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -90,7 +91,7 @@ def test_vectors_that_depend_on_others_become_zero() -> None:
     assert vectors == pytest.approx(reference.orthonormal(np.stack([a, 2 * a, b, np.zeros_like(a), a - b])), abs=1e-5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@for_each("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     vectors = matrix(3, 50, 1)
     vectors[1, 7] = bad

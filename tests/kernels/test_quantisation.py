@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_rt.kernels.quantisation import INT2, INT4, INT8, LEAST_STEP, ONEBIT, Draw, Quantiser
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -124,7 +125,7 @@ def test_any_division_at_blocks_gives_the_same_bytes(kind: Quantiser) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize(("n", "phase"), [(0, 0), (0, 5), (1, 0), (3, 63), (54, 10), (55, 10), (640, 0), (700, 63)])
+@for_each(("n", "phase"), [(0, 0), (0, 5), (1, 0), (3, 63), (54, 10), (55, 10), (640, 0), (700, 63)])
 def test_the_scales_of_a_payload_are_found(kind: Quantiser, n: int, phase: int) -> None:
     block = 64
     payload = np.empty(kind.nbytes(n, block, phase), np.uint8)
@@ -152,7 +153,7 @@ def test_rounding_is_right_on_average_and_differs_from_draw_to_draw() -> None:
     assert (results[0] != results[1]).mean() == pytest.approx(2 * 0.3 * 0.7, abs=0.02)
 
 
-@pytest.mark.parametrize(("kind", "most"), [(INT8, 127), (INT4, 7), (INT2, 1.5)])
+@for_each(("kind", "most"), [(INT8, 127), (INT4, 7), (INT2, 1.5)])
 def test_the_largest_numbers_stay_finite(kind: Quantiser, most: float) -> None:
     values = np.full(64, np.finfo(np.float32).max)
     payload, decoded = np.empty(kind.nbytes(64, 64), np.uint8), np.empty(64, np.float32)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from fusion_rt.kernels import random_bits
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_numbers_are_spread_evenly_from_minus_one_to_one(seed: int) -> None:
     numbers = random_bits.uniform(random_bits.key(seed), 100_000)
     assert numbers.dtype == np.float32

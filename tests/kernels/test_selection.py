@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fusion_rt.kernels import selection
 from fusion_rt.kernels.selection import NOTHING, UNLIMITED, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
+from tests.for_each import for_each
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -181,7 +182,7 @@ def test_chunks_among_threads_are_the_same() -> None:
         selection.take_of_chunks(Memory(residual), edges + 1, wanted)
 
 
-@pytest.mark.parametrize("rule", ["plain", "momentum", "nesterov"])
+@for_each("rule", ["plain", "momentum", "nesterov"])
 def test_what_a_pass_has_added_can_be_taken_out_again(rule: str) -> None:
     """Of what is not finite it has added nothing, and all memory stays what it was to within rounding."""
     rng = np.random.default_rng(1)
@@ -318,7 +319,7 @@ def test_threads_share_ranges_evenly_and_in_order(lengths: list[int], gaps: list
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("wrong", [np.zeros(9, np.float32), np.zeros(10), np.zeros(20, np.float32)[::2]])
+@for_each("wrong", [np.zeros(9, np.float32), np.zeros(10), np.zeros(20, np.float32)[::2]])
 def test_arrays_that_a_kernel_cannot_use_are_refused(wrong: Array) -> None:
     with pytest.raises(ValueError, match="contiguous float32 arrays of one length"):
         Memory(np.zeros(10, np.float32), wrong)

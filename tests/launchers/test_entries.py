@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.host.bootstrap import Endpoint, StartError
 from fusion_rt.launchers.entries import Arrival, Refusal, Word, assemble, name_ranks, seal, unseal
+from tests.for_each import for_each
 
 MESSAGES = [
     Arrival(5, -1, "node", "höst", "visit"),
@@ -39,7 +40,7 @@ def test_a_sealed_value_of_another_kind_is_refused() -> None:
             unseal(b"k", "a", seal(b"k", "a", message), Arrival if isinstance(message, Arrival) else Word)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arrivals", "ranks"),
     [
         ({0: (0, "a"), 1: (1, "a"), 2: (0, "b")}, ((0, 1), (2,))),

@@ -11,6 +11,7 @@ import pytest
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.environment import Environment, detect
+from tests.for_each import for_each
 
 FUSIONRUN = {
     "HOROVOD_RANK": "5",
@@ -110,7 +111,7 @@ def summary(environ: Mapping[str, str]) -> tuple[int, int, int, str]:
     return found.rank, found.size, found.local_rank, launcher + ("+" if found.meeting else "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("environ", "found"),
     [
         ({}, ALONE),
@@ -170,7 +171,7 @@ MANDATORY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("environ", "missing"), MANDATORY)
+@for_each(("environ", "missing"), MANDATORY)
 def test_half_of_a_launchers_variables_are_an_error(environ: Mapping[str, str], missing: str) -> None:
     with pytest.raises(FusionError, match=f"set, but not .*{missing}.*: start this script with .*fusionrun"):
         detect(without(environ, missing))
@@ -178,7 +179,7 @@ def test_half_of_a_launchers_variables_are_an_error(environ: Mapping[str, str], 
         detect({**environ, missing: ""})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("environ", "text"),
     [
         ({**FUSIONRUN, "HOROVOD_RANK": "6"}, "HOROVOD_RANK=6 and HOROVOD_SIZE=6"),

@@ -6,9 +6,10 @@ import pytest
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.meeting import addresses_of, hosts_of_uri, identity
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("uri", "hosts"),
     [
         ("", ()),

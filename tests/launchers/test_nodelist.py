@@ -6,9 +6,10 @@ import pytest
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.nodelist import expand
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "names"),
     [
         ("", ""),
@@ -26,7 +27,7 @@ def test_a_list_is_expanded(text: str, names: str) -> None:
     assert expand(text) == tuple(names.split())
 
 
-@pytest.mark.parametrize("text", ["a[", "a]", "a[]", "a[x]", "a[1-]", "a[1-2-3]", "a[x:1]"])
+@for_each("text", ["a[", "a]", "a[]", "a[x]", "a[1-]", "a[1-2-3]", "a[x:1]"])
 def test_what_is_no_list_is_refused(text: str) -> None:
     with pytest.raises(FusionError, match="not a list of hosts"):
         expand(text)

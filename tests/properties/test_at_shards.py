@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusion_rt import codecs, wire
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import SGD, Workers
 from tests.fusiond.simulation import Array
 from tests.properties.reduced import LEAST_ENCODED, encoded_share
@@ -88,7 +89,7 @@ def distinct(homes: Iterator[Array], begun: Array) -> list[Array]:
 ALGORITHMS = list(rules(4, [], start(4), gradient, RATE))
 
 
-@pytest.mark.parametrize("number", range(len(ALGORITHMS)))
+@for_each("number", range(len(ALGORITHMS)))
 def test_each_update_is_that_of_the_reference(number: int) -> None:
     for seed, (ranks, layout) in enumerate(WORLDS[number % 3 :: 3]):
         problem, begun = published.quadratic(ranks, DIM, seed), start(ranks)
@@ -104,8 +105,8 @@ def test_each_update_is_that_of_the_reference(number: int) -> None:
             )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("number", [n for n, text in enumerate(ALGORITHMS) if not text.startswith("dc_asgd")])
+@for_each("optimizer", OPTIMIZERS)
+@for_each("number", [n for n, text in enumerate(ALGORITHMS) if not text.startswith("dc_asgd")])
 def test_shards_take_the_steps_of_torch_at_rates_that_fall_a_hundredfold(number: int, optimizer: str) -> None:
     """By the mean that the reference applies. (Compensation depends on where the optimizer has come to.)"""
     arguments, make = OPTIMIZERS[optimizer]

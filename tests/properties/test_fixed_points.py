@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fusion_rt.core import mixing
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.properties.scheduled import LAYOUTS, starts
@@ -60,7 +61,7 @@ def test_shards_end_as_near_the_optimum_as_the_rate_is_small(algorithm: str) -> 
             assert coarse < 0.5 * np.abs(optimum).max(), where
 
 
-@pytest.mark.parametrize(("ranks", "graph"), [(4, "ring"), (6, "torus"), (6, "exponential"), (8, "hypercube")])
+@for_each(("ranks", "graph"), [(4, "ring"), (6, "torus"), (6, "exponential"), (8, "hypercube")])
 @pytest.mark.parametrize("algorithm", ["dpsgd", "sgp"])
 def test_gossip_ends_at_the_solution_of_its_own_equations(algorithm: str, ranks: int, graph: str) -> None:
     """x = W x - rate H (x - c) for D-PSGD, and x = P (x - rate H (x - c)) for SGP on a doubly stochastic graph."""

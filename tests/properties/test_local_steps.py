@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.core import mixing
 from fusion_rt.torch.optimizer import family_of
 from fusion_rt.torch.sync.at_step.outer_optimizer import OuterOptimizer, anchor, note_sent
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 from tests.properties.scheduled import LAYOUTS
@@ -22,7 +22,7 @@ from tests.reference import algorithms as published
 
 RATE, DIM, PERIOD = 0.05, 60, 4
 WORLDS = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
-worlds = pytest.mark.parametrize(("ranks", "layout"), WORLDS[::3] + WORLDS[1::6], ids=str)
+worlds = for_each(("ranks", "layout"), WORLDS[::3] + WORLDS[1::6])
 
 
 class Learners:
@@ -141,7 +141,7 @@ def test_diloco(ranks: int, layout: list[int]) -> None:
 
 
 @worlds
-@pytest.mark.parametrize(("delay", "mix"), [(0, 0.0), (1, 0.25), (3, 0.5)])
+@for_each(("delay", "mix"), [(0, 0.0), (1, 0.25), (3, 0.5)])
 def test_streaming_diloco(ranks: int, layout: list[int], delay: int, mix: float) -> None:
     problem = published.quadratic(ranks, DIM, seed=3)
     text = f"diloco(steps={PERIOD}, outer_rate=0.6, outer_momentum=0.5, fragments=2, delay={delay}, mix={mix})"
@@ -199,7 +199,7 @@ def test_sparseloco(ranks: int, layout: list[int]) -> None:
 
 
 @worlds
-@pytest.mark.parametrize("mix", [0.0, 0.5])
+@for_each("mix", [0.0, 0.5])
 def test_decoupled_diloco(ranks: int, layout: list[int], mix: float) -> None:
     problem = published.quadratic(ranks, DIM, seed=3)
     quorum = ranks // 2
@@ -215,7 +215,7 @@ def test_decoupled_diloco(ranks: int, layout: list[int], mix: float) -> None:
     assert len(run.homes) > 3
 
 
-@pytest.mark.parametrize("quorum", [0, 1, 8])
+@for_each("quorum", [0, 1, 8])
 def test_decoupled_learners_come_to_the_optimum_of_a_steep_quadratic_by_default(quorum: int) -> None:
     """Local steps alone would come within a hundredth of it in a round of five. Learners are not equally fast."""
     begun, choose = start_of(8), np.random.default_rng(quorum)

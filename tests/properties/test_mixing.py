@@ -10,6 +10,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.core import mixing
+from tests.for_each import for_each
 from tests.fusiond.algorithms.schedules import Training
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
@@ -30,7 +31,7 @@ def all_come_to_the_mean(
     assert moved < error, f"{where}: the mean has moved by {moved}"
 
 
-@pytest.mark.parametrize(("ranks", "graph"), SIZES)
+@for_each(("ranks", "graph"), SIZES)
 @pytest.mark.parametrize("algorithm", ["dpsgd", "sgp"])
 def test_ranks_come_to_the_mean_of_what_they_began_with(algorithm: str, ranks: int, graph: str) -> None:
     gap = mixing.parse(graph, ranks).spectral_gap()
@@ -39,7 +40,7 @@ def test_ranks_come_to_the_mean_of_what_they_began_with(algorithm: str, ranks: i
         all_come_to_the_mean(f"{algorithm}(topology={graph!r})", ranks, seed, times)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ranks", "graph"),
     [size for size in SIZES if mixing.parse(size[1], size[0]).period == 1 and size[1] != "exponential"],
 )
@@ -74,8 +75,8 @@ class Pairs(Parameters):
         self.x[rank][part] += self.velocities[rank][part]
 
 
-@pytest.mark.parametrize("ranks", [4, 6, 8])
-@pytest.mark.parametrize("graph", ["random-pairs", "ring", "torus"])
+@for_each("ranks", [4, 6, 8])
+@for_each("graph", ["random-pairs", "ring", "torus"])
 def test_pairs_of_noloco_come_to_the_mean(graph: str, ranks: int) -> None:
     for seed in range(3):
         begun = starts(ranks, seed)
@@ -92,7 +93,7 @@ LEFT = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [4, 6, 8])
+@for_each("ranks", [4, 6, 8])
 @pytest.mark.parametrize("algorithm", LEFT)
 def test_those_that_are_left_come_to_the_mean_of_what_they_have(algorithm: str, ranks: int) -> None:
     """After a rank has left, between two exchanges."""

@@ -10,6 +10,7 @@ import pytest
 
 from fusion_rt import algorithms
 from fusion_rt.core import mixing
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.properties.scheduled import LAYOUTS, SIZES, Parameters, spread, starts
@@ -78,7 +79,7 @@ def test_each_exchange_is_that_of_the_reference(algorithm: str, ranks: int, tmp_
             np.testing.assert_allclose(np.stack(workers.x), expected, rtol=1e-9, atol=1e-11, err_msg=where)
 
 
-@pytest.mark.parametrize(("ranks", "graph"), SIZES)
+@for_each(("ranks", "graph"), SIZES)
 def test_ranks_come_together_as_fast_as_the_gap_of_the_graph_promises(ranks: int, graph: str) -> None:
     """Of symmetric graphs after each exchange, of changing ones after each period: by 1 - gap (Xiao and Boyd 2004)."""
     mixing_graph = mixing.parse(graph, ranks)
@@ -137,7 +138,7 @@ def test_choco_is_that_of_the_reference_with_codecs_of_the_reference(name: str) 
             np.testing.assert_allclose(np.stack(workers.x), expected, rtol=0, atol=2e-5, err_msg=where)
 
 
-PAIRED = pytest.mark.parametrize(("ranks", "graph"), [(4, "ring"), (6, "bipartite"), (8, "torus"), (8, "ring")])
+PAIRED = for_each(("ranks", "graph"), [(4, "ring"), (6, "bipartite"), (8, "torus"), (8, "ring")])
 
 
 @PAIRED

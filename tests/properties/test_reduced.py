@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import codecs, wire
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array
 from tests.properties.reduced import LEAST_ENCODED, NET, Beside, Reduced, encoded_share, node_sums
 
@@ -211,7 +212,7 @@ def tensor_of(tensor: wire.TensorSpec, together: int) -> wire.TensorSpec:
 
 
 @pytest.mark.parametrize("text", [text for text in KEPT if not text.startswith("demo")])
-@pytest.mark.parametrize("route", ["gather", "owners"])
+@for_each("route", ["gather", "owners"])
 def test_a_job_that_loads_a_checkpoint_goes_on_bit_by_bit(text: str, route: str) -> None:
     """(DeMo to within rounding, as its page says.)"""
     whole, first, second = (Reduced([2, 1, 3], text, seed, route) for seed in range(3))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.for_each import for_each
 from tests.reference.algorithms import (
     Array,
     Event,
@@ -394,7 +395,7 @@ def test_mixing_two_ranks_keeps_their_sum_and_leaves_the_others_alone() -> None:
     np.testing.assert_array_equal(found.workers[0], expected)
 
 
-@pytest.mark.parametrize("backup", [0, 1, 2])
+@for_each("backup", [0, 1, 2])
 def test_no_gradient_is_lost_or_applied_twice_with_backup_workers(backup: int) -> None:
     order = arrivals(60, weights=[0.4, 0.3, 0.2, 0.1])
     found = partial(np.zeros(RANKS * 60), one_hot(60), RANKS, 1.0, order, backup)
@@ -418,7 +419,7 @@ def test_samples_weigh_the_gradients_of_a_large_batch() -> None:
 # --- staleness --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@for_each("ranks", [1, 2, 4, 8, 16])
 def test_staleness_of_equal_ranks_is_one_less_than_their_number(ranks: int) -> None:
     found = asgd(np.ones(2), lambda rank, step, x: x, ranks, 0.001, round_robin(400 * ranks, ranks))
     assert found.staleness[:ranks] == list(range(ranks))
@@ -426,7 +427,7 @@ def test_staleness_of_equal_ranks_is_one_less_than_their_number(ranks: int) -> N
     assert np.mean(found.staleness) == pytest.approx(ranks - 1, rel=0.01)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
+@for_each("bound", [0, 1, 3])
 def test_no_rank_is_further_ahead_of_the_slowest_than_the_bound_and_the_step_under_way(bound: int) -> None:
     found = ssp(start(), lambda rank, step, x: x, RANKS, 0.01, arrivals(600, weights=[0.6, 0.2, 0.15, 0.05]), bound)
     clocks = np.zeros(RANKS, int)

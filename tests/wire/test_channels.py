@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fusion_rt import wire
 from fusion_rt.core.errors import WireError
+from tests.for_each import for_each
 from tests.wire.channels import CHANNELS, MESSAGES, every_channel
 
 
@@ -69,7 +70,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN.keys())
+@for_each("data", BROKEN.values())
 def test_malformed_bytes_are_a_wire_error(data: bytes) -> None:
     with pytest.raises(WireError, match="not a message of this protocol"):
         wire.decode_worker_message(data)

@@ -10,6 +10,7 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
+from tests.for_each import for_each
 from tests.wire.channels import CHANNELS, every_channel
 
 LIMITS: dict[str, tuple[Callable[[int], msgspec.Struct], int]] = {
@@ -31,7 +32,7 @@ LIMITS: dict[str, tuple[Callable[[int], msgspec.Struct], int]] = {
 }
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@for_each("limit", LIMITS)
 def test_what_is_beyond_a_limit_is_refused(limit: str) -> None:
     make, most = LIMITS[limit]
     assert wire.decode_worker_message(wire.encode(make(most))) == make(most)
@@ -39,7 +40,7 @@ def test_what_is_beyond_a_limit_is_refused(limit: str) -> None:
         wire.decode_worker_message(wire.encode(make(most + 1)))
 
 
-@pytest.mark.parametrize("value", [-1, 2**48, 2**64 - 1])
+@for_each("value", [-1, 2**48, 2**64 - 1])
 def test_numbers_out_of_range_are_refused(value: int) -> None:
     with pytest.raises(WireError):
         wire.decode_worker_message(wire.encode(wire.DropSegment(value)))

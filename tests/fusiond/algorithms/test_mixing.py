@@ -15,6 +15,7 @@ import pytest
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import MixingError
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 
@@ -224,7 +225,7 @@ def test_a_pair_that_averages_keeps_its_mean_and_what_all_ranks_set() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
-@pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=str)
+@for_each("layout", [[4], [2, 2], [1, 1, 1, 1]])
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -264,8 +265,8 @@ CODECS = (
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("graph", "ranks"), [("ring", 4), ("ring", 8), ("hypercube", 8), ("torus", 6)])
-@pytest.mark.parametrize("heavy", [False, True])
+@for_each(("graph", "ranks"), [("ring", 4), ("ring", 8), ("hypercube", 8), ("torus", 6)])
+@for_each("heavy", [False, True])
 def test_by_its_own_gamma_choco_brings_ranks_together(codec: str, graph: str, ranks: int, heavy: bool) -> None:
     rng = np.random.default_rng(3)
     elements = 600
@@ -309,7 +310,7 @@ def test_a_codec_that_may_leave_more_than_there_was_is_refused_with_choco(codec:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("kind", ["normal", "heavy", "spikes", "one", "equal"])
+@for_each("kind", ["normal", "heavy", "spikes", "one", "equal"])
 def test_every_message_takes_away_the_share_that_its_codec_names(codec: str, kind: str) -> None:
     rng = np.random.default_rng(2)
     values = rng.standard_normal(8192)

@@ -7,6 +7,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.core import mixing
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.reference import algorithms as published
@@ -15,7 +16,7 @@ RANKS, DIM, RATE, PERIOD = 4, 30, 0.05, 3
 OUTER_RATE, MOMENTUM = 0.6, 0.4
 PROBLEM = published.quadratic(RANKS, DIM, seed=5)
 START = np.random.default_rng(2).standard_normal(DIM)
-layouts = pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=str)
+layouts = for_each("layout", [[4], [2, 2], [1, 1, 1, 1]])
 
 
 def samples(rank: int, step: int) -> int:
@@ -53,8 +54,8 @@ class Learners:
 
 
 @layouts
-@pytest.mark.parametrize(("asked", "quorum"), [("", 3), ("quorum=1, ", 1), ("quorum=2, ", 2), ("quorum=4, ", 4)])
-@pytest.mark.parametrize("mix", [0.0, 0.5])
+@for_each(("asked", "quorum"), [("", 3), ("quorum=1, ", 1), ("quorum=2, ", 2), ("quorum=4, ", 4)])
+@for_each("mix", [0.0, 0.5])
 def test_decoupled_diloco_is_the_published_rule_in_any_order(
     layout: list[int], asked: str, quorum: int, mix: float
 ) -> None:

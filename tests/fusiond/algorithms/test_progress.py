@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import algorithms, wire
+from tests.for_each import for_each
 from tests.fusiond.algorithms.schedules import Schedule, stuck
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
@@ -132,7 +133,7 @@ def leave_one_out(
     return workers, before
 
 
-@pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=str)
+@for_each("layout", [[4], [2, 2], [1, 1, 1, 1]])
 @pytest.mark.parametrize(
     ("algorithm", "codec"),
     [
@@ -148,9 +149,9 @@ def test_the_mean_stays_when_a_rank_is_left_out_and_comes_back(layout: list[int]
     assert error < (1e-12 if codec == "dense" else 1e-5)
 
 
-@pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=str)
-@pytest.mark.parametrize("topology", ["exponential", "one-peer-exponential"])
-@pytest.mark.parametrize("first", [0, 1])
+@for_each("layout", [[4], [2, 2], [1, 1, 1, 1]])
+@for_each("topology", ["exponential", "one-peer-exponential"])
+@for_each("first", [0, 1])
 def test_push_sum_loses_nothing_when_a_rank_is_left_out(layout: list[int], topology: str, first: int) -> None:
     workers, before = leave_one_out(layout, f"sgp(topology={topology!r})", first=first)
     for bucket in workers.plan.buckets:

@@ -11,6 +11,7 @@ from fusion_rt.codecs import layout_of
 from fusion_rt.core import mixing
 from fusion_rt.core.errors import WireError
 from fusiond.shards.messages import pack, unpack
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.reference import algorithms as published
@@ -86,7 +87,7 @@ def test_the_elastic_step_conserves_the_sum_of_all_copies() -> None:
 
 
 @layouts
-@pytest.mark.parametrize("topology", ["ring", "complete", "exponential"])
+@for_each("topology", ["ring", "complete", "exponential"])
 def test_dpsgd_mixes_while_the_gradient_is_computed(layout: list[int], topology: str) -> None:
     graph = mixing.parse(topology, RANKS)
     run = published.dpsgd(np.stack([START] * RANKS), PROBLEM, graph.matrix, RATE, STEPS)
@@ -159,7 +160,7 @@ def test_choco_sends_what_a_codec_makes_of_the_difference(layout: list[int], cod
 
 
 @layouts
-@pytest.mark.parametrize("topology", ["ring", "complete"])
+@for_each("topology", ["ring", "complete"])
 def test_adpsgd_averages_pairs_while_both_compute(layout: list[int], topology: str) -> None:
     graph = mixing.parse(topology, RANKS)
     workers = Workers(layout, f"adpsgd(topology={topology!r})", START, RATE)

@@ -12,6 +12,7 @@ import torch
 
 from fusion_rt import wire
 from fusiond.algorithms.shard_optimizer import PlainSGD, ShardOptimizerError, TorchOptimizer, is_plain, make
+from tests.for_each import for_each
 
 SHAPES = [(3, 4), (), (5,)]
 STARTS = [0, 16, 32]
@@ -117,7 +118,7 @@ def test_rates_change_from_step_to_step() -> None:
         np.testing.assert_allclose(value[a:end], other[a:end], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wanted", "why"),
     [
         (None, "needs to know by which optimizer"),
@@ -177,7 +178,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
             make(other, BUCKET, start()).load(state)
 
 
-@pytest.mark.parametrize("entry", ["7/exp_avg", "x/exp_avg", "exp_avg", "0/odd", "0/exp_avg"])
+@for_each("entry", ["7/exp_avg", "x/exp_avg", "exp_avg", "0/odd", "0/exp_avg"])
 def test_a_state_of_other_tensors_is_refused(entry: str) -> None:
     with pytest.raises(ShardOptimizerError, match="the saved state of a shard has"):
         make(spec("Adam", {}, {}), BUCKET, start()).load({entry: np.zeros((2, 2), np.float32)})

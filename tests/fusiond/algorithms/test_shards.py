@@ -14,12 +14,13 @@ from fusiond.algorithms import make
 from fusiond.algorithms.home import Home
 from fusiond.algorithms.shards import DCASGD
 from fusiond.core.contribution import Contribution
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
 from tests.reference import algorithms as published
 
 LAYOUTS = [[4], [2, 2], [1, 1, 1, 1], [0, 3, 1]]
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+layouts = for_each("layout", LAYOUTS)
 RANKS, RATE, DIM = 4, 0.05, 30
 PROBLEM = published.quadratic(RANKS, DIM, seed=3)
 START = np.random.default_rng(1).standard_normal(DIM)
@@ -51,7 +52,7 @@ def test_asp_is_asynchronous_sgd(layout: list[int]) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@for_each("bound", [0, 1, 4])
 def test_ssp_holds_back_who_is_too_far_ahead(layout: list[int], bound: int) -> None:
     workers = follow(layout, f"ssp(staleness={bound})", SKEWED)
     same(workers, published.ssp(START, PROBLEM, RANKS, RATE, SKEWED, bound))
@@ -84,7 +85,7 @@ def test_collaborative_averages_over_samples(layout: list[int]) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("adaptive", [False, True])
+@for_each("adaptive", [False, True])
 def test_delay_compensation(layout: list[int], adaptive: bool) -> None:
     run = published.dc_asgd(START, PROBLEM, RANKS, RATE, SKEWED, 0.3, adaptive)
     same(follow(layout, f"dc_asgd(variance=0.3, adaptive={adaptive})", SKEWED), run)
@@ -100,7 +101,7 @@ def test_hogwild_in_order_of_arrival_is_asp(layout: list[int]) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("backup", [0, 1, 3])
+@for_each("backup", [0, 1, 3])
 def test_partial_synchronisation_carries_what_is_late(layout: list[int], backup: int) -> None:
     run = published.partial(START, PROBLEM, RANKS, RATE, SKEWED, backup)
     workers = follow(layout, f"partial(backup={backup})", SKEWED)
@@ -192,8 +193,8 @@ def test_a_rank_that_leaves_holds_nobody_back_unless_every_rank_is_needed() -> N
     assert "a rank has left" in message.message
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("layout", [[4], [1, 1, 1, 1]], ids=str)
+@for_each("seed", range(6))
+@for_each("layout", [[4], [1, 1, 1, 1]])
 def test_homes_that_leave_ranks_behind_never_wait_for_each_other(layout: list[int], seed: int) -> None:
     """Ranks go on at random moments, so that buckets reach their homes in different orders."""
     workers = Workers(layout, "partial(backup=1)", START, RATE, seed=seed)

@@ -18,6 +18,7 @@ from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import EpochOver, Reform, Reformed
 from fusion_rt.settings import Settings
 from fusiond.app.formation import Formation
+from tests.for_each import for_each
 from tests.fusiond.network_simulation import Network, VirtualDaemon, VirtualWorker
 
 SUM = wire.Signature("allreduce", "float32", (2,))
@@ -186,7 +187,7 @@ def schedule(seed: int) -> None:
         assert len(daemon.mesh._reception.gate.ids) == len(launcher.living) - 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_whatever_happens_the_next_formation_of_those_that_live_is_whole(seed: int) -> None:
     schedule(seed)
 

@@ -15,6 +15,7 @@ from fusion_rt.local import array_codec
 from fusiond.buckets.codec_state import State, only_common, steps_of
 from fusiond.buckets.plans import Memory, Plans
 from fusiond.core.errors import RequestError
+from tests.for_each import for_each
 from tests.fusiond.simulation import Node, SimulatedJob
 
 CODEC = "topk(density=0.1, minimum=0, value='fp32')"
@@ -217,7 +218,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
+@for_each("what", BAD)
 def test_a_state_that_does_not_fit_is_refused(what: str) -> None:
     state, why = BAD[what]
     job = SimulatedJob([1, 1])
@@ -243,7 +244,7 @@ def test_a_state_is_left_alone_while_it_is_at_work() -> None:
     assert "between step() and the next backward()" in load(job, 0, {})
 
 
-@pytest.mark.parametrize("factors", [(1.0,) * 9, (-1.0, 1.0), (float("inf"), 1.0), (float("nan"), 1.0), (0.0, 0.0)])
+@for_each("factors", [(1.0,) * 9, (-1.0, 1.0), (float("inf"), 1.0), (float("nan"), 1.0), (0.0, 0.0)])
 def test_factors_that_make_no_sense_are_refused(factors: tuple[float, ...]) -> None:
     job = SimulatedJob([1, 1], fusion_threshold=1 << 20)
     plan = Training(job).plan

@@ -14,6 +14,7 @@ from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives import adasum
 from fusiond.collectives.adasum import Adasum
 from fusiond.collectives.base import ExchangeError, Reducer
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import KEY, Array, Group, GroupPort, loaded
 
 COUNT = 700  # elements, in chunks of 64: more chunks than are sent ahead, the last one not full
@@ -21,7 +22,7 @@ PARTS = ((0, 1), (16, 0), (16, 300), (320, 64), (384, 316))  # a scalar, none, a
 DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
 BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 GROUPS = [(nodes, workers) for nodes in range(1, 6) for workers in range(1, 4)]
-groups = pytest.mark.parametrize(("nodes", "workers"), [*GROUPS, (8, 1)])
+groups = for_each(("nodes", "workers"), [*GROUPS, (8, 1)])
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def assert_close(found: Sequence[Array], expected: Sequence[Array], digits: int)
 
 
 @groups
-@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@for_each("dtype", DTYPE_NAMES)
 def test_every_tensor_is_combined_by_itself_as_the_paper_says(nodes: int, workers: int, dtype: str) -> None:
     vectors = gradients(nodes, workers, dtype)
     expected = expected_of(in_float64(vectors, dtype), PARTS)
@@ -152,7 +153,7 @@ def test_vectors_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(Run(vectors, PARTS, dtype).tensors(), expected, BITS[dtype] - 3)
 
 
-@pytest.mark.parametrize("count", [63, 64, 127, 128, 129])
+@for_each("count", [63, 64, 127, 128, 129])
 def test_vectors_that_fill_their_chunks_or_nearly(count: int) -> None:
     vectors = gradients(3, 1, count=count)
     parts = ((0, 64), (64, count - 64)) if count > 64 else ((0, count),)
@@ -166,7 +167,7 @@ def test_different_numbers_of_workers_and_submissions_in_messages() -> None:
         assert_close(Run(vectors, PARTS, inline=inline).tensors(), expected, 20)
 
 
-@pytest.mark.parametrize(("nodes", "workers"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+@for_each(("nodes", "workers"), [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_for_powers_of_two_it_does_not_matter_where_the_ranks_are(nodes: int, workers: int) -> None:
     ranks = gradients(8, 1, "float64")
     expected = expected_of(ranks, PARTS)  # neighbouring ranks first
@@ -176,7 +177,7 @@ def test_for_powers_of_two_it_does_not_matter_where_the_ranks_are(nodes: int, wo
 
 
 @groups
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@for_each("dtype", ["float32", "float16"])
 def test_equal_gradients_stay_and_orthogonal_ones_are_added(nodes: int, workers: int, dtype: str) -> None:
     ranks = nodes * workers
     one = gradients(1, 1, dtype)[0][0]
@@ -188,8 +189,8 @@ def test_equal_gradients_stay_and_orthogonal_ones_are_added(nodes: int, workers:
     np.testing.assert_array_equal(loaded(found, dtype), loaded(one, dtype))  # -0 becomes 0
 
 
-@pytest.mark.parametrize(("nodes", "workers"), [(2, 1), (4, 1), (2, 2), (1, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@for_each(("nodes", "workers"), [(2, 1), (4, 1), (2, 2), (1, 4)])
+@for_each("dtype", ["float32", "float16"])
 def test_parallel_gradients_of_any_length_are_averaged(nodes: int, workers: int, dtype: str) -> None:
     """Lengths go from the smallest number to the root of the largest, as Horovod tests its stability."""
     ranks = nodes * workers
@@ -225,7 +226,7 @@ def test_prescaling_keeps_half_precision_from_overflowing() -> None:
     )
 
 
-@pytest.mark.parametrize(("nodes", "workers"), [(1, 3), (2, 1), (3, 2)])
+@for_each(("nodes", "workers"), [(1, 3), (2, 1), (3, 2)])
 def test_zeros_count_for_nothing_and_what_is_not_a_number_is_not_lost(nodes: int, workers: int) -> None:
     zeros = [[np.zeros(COUNT, np.float32) for _ in range(workers)] for _ in range(nodes)]
     assert not np.frombuffer(Run(zeros, PARTS).run(), np.float32).any()
@@ -238,7 +239,7 @@ def test_zeros_count_for_nothing_and_what_is_not_a_number_is_not_lost(nodes: int
     assert [bool(np.isfinite(tensor).all()) for tensor in tensors] == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("nodes", range(1, 6))
+@for_each("nodes", range(1, 6))
 def test_nothing_at_all(nodes: int) -> None:
     for parts in ([], [(0, 0)]):
         run = Run([[np.empty(0, np.float32)] * 2] * nodes, parts)
@@ -246,8 +247,8 @@ def test_nothing_at_all(nodes: int) -> None:
         assert not run.group.delivered
 
 
-@pytest.mark.parametrize("nodes", range(2, 9))
-@pytest.mark.parametrize("codec", ["dense", "fp16", "bf16"])
+@for_each("nodes", range(2, 9))
+@for_each("codec", ["dense", "fp16", "bf16"])
 def test_bits_are_equal_on_all_ranks_whatever_the_order_of_delivery(nodes: int, codec: str) -> None:
     vectors = [gradients(nodes, 1 + node % 2)[node] for node in range(nodes)]
     results = {Run(vectors, PARTS, codec=codec, seed=seed).run() for seed in range(8)}
@@ -257,7 +258,7 @@ def test_bits_are_equal_on_all_ranks_whatever_the_order_of_delivery(nodes: int, 
     assert_close(tensors, expected_of(in_float64(vectors, "float32"), PARTS), digits)
 
 
-@pytest.mark.parametrize(("nodes", "vectors_sent"), [(2, 2), (3, 4), (4, 8), (5, 10), (8, 24)])
+@for_each(("nodes", "vectors_sent"), [(2, 2), (3, 4), (4, 8), (5, 10), (8, 24)])
 def test_every_round_moves_one_vector_a_node(nodes: int, vectors_sent: int) -> None:
     run = Run(gradients(nodes, 2), PARTS)
     run.run()
@@ -270,7 +271,7 @@ def test_every_round_moves_one_vector_a_node(nodes: int, vectors_sent: int) -> N
 # --- peers that send what they should not -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 4, 5])
+@for_each("nodes", [2, 3, 4, 5])
 def test_a_chunk_that_comes_twice_is_refused(nodes: int) -> None:
     run = Run(gradients(nodes, 1), PARTS)
     while run.group.step():
@@ -285,7 +286,7 @@ def test_a_chunk_that_comes_twice_is_refused(nodes: int) -> None:
     assert run.run() == result == Run(gradients(nodes, 1), PARTS).run()
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 4, 5])
+@for_each("nodes", [2, 3, 4, 5])
 def test_a_chunk_that_has_no_place_is_refused_and_changes_nothing(nodes: int) -> None:
     run = Run(gradients(nodes, 1), PARTS)
     group = run.group
@@ -313,8 +314,8 @@ def test_a_peer_may_send_a_few_chunks_of_a_later_round_and_no_more() -> None:
         exchange.receive(2, wire.Chunk(KEY, 0, 0, 64 * 4, 2), memoryview(bytes(256)))
 
 
-@pytest.mark.parametrize("codec", ["dense", "fp16"])
-@pytest.mark.parametrize("length", [0, 3, 12, 252, 260, 5000])
+@for_each("codec", ["dense", "fp16"])
+@for_each("length", [0, 3, 12, 252, 260, 5000])
 def test_a_payload_of_the_wrong_size_is_refused(codec: str, length: int) -> None:
     run = Run(gradients(2, 1), PARTS, codec=codec)
     while run.group._to_start or not run.group.under_way:

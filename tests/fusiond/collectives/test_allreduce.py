@@ -19,13 +19,14 @@ from fusiond.collectives.base import Exchange, ExchangeError
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.ring import Ring
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import Array, Group, GroupPort, combined, loaded, small_values, stored
 
 OPS = ("sum", "average", "min", "max", "product")
 DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
 KINDS = [(Ring, n) for n in range(2, 8)] + [(Doubling, n) for n in range(2, 8)] + [(OneNode, 1)]
-kinds = pytest.mark.parametrize(("kind", "nodes"), KINDS, ids=[f"{k.__name__}{n}" for k, n in KINDS])
-between_nodes = pytest.mark.parametrize(("kind", "nodes"), KINDS[:-1], ids=[f"{k.__name__}{n}" for k, n in KINDS[:-1]])
+kinds = for_each(("kind", "nodes"), KINDS)
+between_nodes = for_each(("kind", "nodes"), KINDS[:-1])
 
 
 class AllReduce:
@@ -81,7 +82,7 @@ def sizes(nodes: int) -> list[int]:
 
 
 @kinds
-@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@for_each("dtype", DTYPE_NAMES)
 def test_every_size_and_op_gives_what_numpy_gives(kind: Callable[..., Exchange], nodes: int, dtype: str) -> None:
     for count, op in product(sizes(nodes), OPS):
         if dtype == "bool" and op == "average":
@@ -102,7 +103,7 @@ def test_every_size_and_op_gives_what_numpy_gives(kind: Callable[..., Exchange],
 
 
 @kinds
-@pytest.mark.parametrize(("dtype", "largest"), [("float16", 60000.0), ("bfloat16", 3.3e38)])
+@for_each(("dtype", "largest"), [("float16", 60000.0), ("bfloat16", 3.3e38)])
 def test_an_average_of_finite_halves_is_finite(
     kind: Callable[..., Exchange], nodes: int, dtype: str, largest: float
 ) -> None:
@@ -125,8 +126,8 @@ def test_a_codec_is_told_how_many_bytes_an_exchange_has_sent(kind: Callable[...,
     assert [codec.statistics()["packed_nbytes"] for codec in opened] == work.group.sent_bytes
 
 
-@pytest.mark.parametrize("order", [(0, 2, 1), (0, 2, 1, 3), (3, 1, 0, 2), (4, 0, 2, 5, 1, 3)])
-@pytest.mark.parametrize("codec", ["dense", "fp16"])
+@for_each("order", [(0, 2, 1), (0, 2, 1, 3), (3, 1, 0, 2), (4, 0, 2, 5, 1, 3)])
+@for_each("codec", ["dense", "fp16"])
 def test_a_ring_in_any_order_gives_the_same_sum_and_speaks_to_neighbours_only(order: Sequence[int], codec: str) -> None:
     for count in sizes(len(order)):
         parts = parts_of(len(order), count, "sum", "float32")
@@ -139,7 +140,7 @@ def test_a_ring_in_any_order_gives_the_same_sum_and_speaks_to_neighbours_only(or
 
 
 @kinds
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32"])
+@for_each("dtype", ["uint8", "int8", "int16", "int32"])
 def test_an_average_of_integers_does_not_overflow_and_is_truncated_toward_zero(
     kind: Callable[..., Exchange], nodes: int, dtype: str
 ) -> None:
@@ -161,7 +162,7 @@ def test_an_average_of_integers_does_not_overflow_and_is_truncated_toward_zero(
 
 
 @between_nodes
-@pytest.mark.parametrize("codec", ["dense", "fp16", "bf16"])
+@for_each("codec", ["dense", "fp16", "bf16"])
 def test_bits_are_equal_on_all_ranks_whatever_the_order_of_delivery(
     kind: Callable[..., Exchange], nodes: int, codec: str
 ) -> None:
@@ -187,7 +188,7 @@ def test_parts_are_scaled_before_and_the_result_after(kind: Callable[..., Exchan
     np.testing.assert_array_equal(np.frombuffer(result, np.float32), expected)
 
 
-@pytest.mark.parametrize("nodes", range(2, 8))
+@for_each("nodes", range(2, 8))
 def test_a_ring_moves_the_least_bytes_there_are(nodes: int) -> None:
     count = nodes * 1000
     reduction = AllReduce(Ring, parts_of(nodes, count, "sum", "float32", workers=2))
@@ -198,7 +199,7 @@ def test_a_ring_moves_the_least_bytes_there_are(nodes: int) -> None:
     assert half.group.sent_bytes == [2 * 2 * count * (nodes - 1) // nodes] * nodes
 
 
-@pytest.mark.parametrize(("nodes", "messages"), [(2, 2), (3, 4), (4, 8), (5, 10), (7, 14), (8, 24)])
+@for_each(("nodes", "messages"), [(2, 2), (3, 4), (4, 8), (5, 10), (7, 14), (8, 24)])
 def test_doubling_sends_a_message_in_each_round(nodes: int, messages: int) -> None:
     reduction = AllReduce(Doubling, parts_of(nodes, 5, "sum", "float32"))
     reduction.run()

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from fusiond.collectives.base import Exchange, ExchangeError
 from fusiond.collectives.broadcast import Broadcast, tree
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import CHUNK_BYTES, Array, Group, GroupPort
 
 EMPTY = 0xEE  # what is in an output before anything has come
@@ -42,16 +43,16 @@ class Copies:
         return self
 
 
-@pytest.mark.parametrize("nodes", range(1, 8))
-@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES, 3333])
+@for_each("nodes", range(1, 8))
+@for_each("nbytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES, 3333])
 def test_everybody_gets_the_bytes_of_any_root(nodes: int, nbytes: int) -> None:
     for root in range(nodes):
         for seed in range(3):
             Copies(nodes, root, nbytes, seed=seed).run()
 
 
-@pytest.mark.parametrize("chain", [False, True])
-@pytest.mark.parametrize("nodes", range(1, 20))
+@for_each("chain", [False, True])
+@for_each("nodes", range(1, 20))
 def test_a_tree_reaches_every_node_once(nodes: int, chain: bool) -> None:
     for root in range(nodes):
         places = [tree(position, root, nodes, chain) for position in range(nodes)]
@@ -62,7 +63,7 @@ def test_a_tree_reaches_every_node_once(nodes: int, chain: bool) -> None:
             assert all(places[child][0] == position for child in mine)
 
 
-@pytest.mark.parametrize("nodes", range(2, 20))
+@for_each("nodes", range(2, 20))
 def test_a_small_array_takes_log_many_hops_and_a_large_one_leaves_each_node_once(nodes: int) -> None:
     depth = [0] * nodes
     for position in range(1, nodes):
@@ -75,7 +76,7 @@ def test_a_small_array_takes_log_many_hops_and_a_large_one_leaves_each_node_once
     assert large.group.sent_bytes == [4 * CHUNK_BYTES] * (nodes - 1) + [0]
 
 
-@pytest.mark.parametrize("nbytes", [CHUNK_BYTES, 2 * CHUNK_BYTES, 700])
+@for_each("nbytes", [CHUNK_BYTES, 2 * CHUNK_BYTES, 700])
 def test_what_does_not_belong_is_refused_and_changes_nothing(nbytes: int) -> None:
     copies = Copies(3, 0, nbytes, seed=2)
     group, tried = copies.group, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusiond.collectives.cost import CostModel, measured, worst
+from tests.for_each import for_each
 
 LINK = CostModel(latency=100e-6, seconds_per_byte=1e-9)
 
@@ -13,12 +14,12 @@ def test_a_ring_moves_two_thirds_twice_among_three() -> None:
     assert LINK.ring(3_000_000, 3) == pytest.approx(4 * 100e-6 + 4_000_000 * 1e-9)
 
 
-@pytest.mark.parametrize(("nodes", "rounds"), [(2, 1), (3, 3), (4, 2), (5, 4), (7, 4), (8, 3)])
+@for_each(("nodes", "rounds"), [(2, 1), (3, 3), (4, 2), (5, 4), (7, 4), (8, 3)])
 def test_doubling_takes_log_rounds_and_two_more_to_fold(nodes: int, rounds: int) -> None:
     assert LINK.doubling(1000, nodes) == pytest.approx(rounds * (100e-6 + 1000e-9))
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8])
+@for_each("nodes", [2, 3, 4, 5, 8])
 def test_small_arrays_double_and_large_ones_go_round(nodes: int) -> None:
     chunk = 1 << 30
     assert LINK.prefers_doubling(4, nodes, chunk)

@@ -14,6 +14,7 @@ from fusiond.algorithms.exchange import Work
 from fusiond.collectives.base import Exchange, ExchangeError, Reducer
 from fusiond.collectives.cost import CostModel
 from fusiond.collectives.low_rank import LowRank
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import Array, Group, GroupPort
 
 LAYOUT = Layout(DTYPES["float32"], 2600, (Span("w", 0, 40 * 60, (40, 60)), Span("b.bias", 2400, 100, (100,))))
@@ -50,7 +51,7 @@ def gradients(nodes: int, seed: int) -> list[Array]:
     return [choose.standard_normal(LAYOUT.elements).astype(np.float32) for _ in range(nodes)]
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 5])
+@for_each("nodes", [2, 3, 5])
 def test_it_is_the_codec_with_sums_by_numpy(nodes: int) -> None:
     """Over some steps, with chunks in any order."""
     job = Job(nodes)
@@ -81,8 +82,8 @@ def test_nothing_is_lost() -> None:
     assert (got + residual)[:2500] == pytest.approx(given[:2500], abs=2e-3)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-@pytest.mark.parametrize(("node", "place"), [(0, 0), (1, 2450), (2, 2399)])
+@for_each("bad", [np.nan, np.inf, -np.inf, 3e38])
+@for_each(("node", "place"), [(0, 0), (1, 2450), (2, 2399)])
 def test_a_gradient_that_is_not_finite_spoils_its_step_on_all_nodes_and_no_residual(
     bad: float, node: int, place: int
 ) -> None:
@@ -102,8 +103,8 @@ def test_a_gradient_that_is_not_finite_spoils_its_step_on_all_nodes_and_no_resid
     assert np.isfinite(job.step(gradients(3, 3), 3)).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("steps", [0, 7, 1000])
+@for_each("seed", range(4))
+@for_each("steps", [0, 7, 1000])
 def test_a_step_that_is_dropped_leaves_no_trace_on_its_way_or_complete(steps: int, seed: int) -> None:
     job, undisturbed = Job(3), Job(3)
     for codec in job.codecs:

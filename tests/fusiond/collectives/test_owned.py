@@ -18,6 +18,7 @@ from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives import ranges
 from fusiond.collectives.base import ExchangeError, Reducer
 from fusiond.collectives.owned import Compressed, Gathered, Owned
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import Array, Group, GroupPort
 
 ELEMENTS = 6000
@@ -99,7 +100,7 @@ def gradients(nodes: int, seed: int, elements: int = ELEMENTS) -> list[Array]:
 
 @kinds
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("nodes", [2, 3, 5])
+@for_each("nodes", [2, 3, 5])
 def test_nothing_is_lost(kind: Callable[..., Compressed], codec: str, nodes: int) -> None:
     """The sum of what was given is that of what all got and of what waits in residuals."""
     job = Job(kind, nodes, codec)
@@ -174,7 +175,7 @@ def test_a_sum_of_finite_gradients_that_is_not_finite_leaves_finite_residuals(ki
             assert all(np.isfinite(state[key]).all() for state in job.states() for key in state), (codec, step)
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 4, 7])
+@for_each("nodes", [2, 3, 4, 7])
 def test_the_owners_send_the_largest_of_the_sum(nodes: int) -> None:
     """Against numpy: each owner's share of the sum of the selections, the largest of its range."""
     job = Job(Owned, nodes, TOPK)
@@ -208,7 +209,7 @@ def test_an_average_with_scales(kind: Callable[..., Compressed]) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+@for_each("dtype", ["float64", "float16", "bfloat16"])
 def test_other_types_are_converted(kind: Callable[..., Compressed], dtype: str) -> None:
     layout = Layout(DTYPES[dtype], 500)
     job = Job(kind, 2, "topk(density=0.1, minimum=0)", layout)
@@ -269,7 +270,7 @@ def test_nodes_at_different_steps_are_told() -> None:
 
 
 @kinds
-@pytest.mark.parametrize(
+@for_each(
     "harm",
     [
         lambda payload: payload[:-1],
@@ -370,7 +371,7 @@ def test_what_owners_left_out_of_sums_counts_once_when_the_step_fails(codec: str
 @pytest.mark.parametrize(
     "codec", ["topk(density=0.1, minimum=0)", "topk", "randomk(minimum=0)", "int8", "onebit(minimum=0)"]
 )
-@pytest.mark.parametrize("elements", [0, 1, 3, 33])
+@for_each("elements", [0, 1, 3, 33])
 def test_buckets_with_hardly_any_elements(kind: Callable[..., Compressed], codec: str, elements: int) -> None:
     """Some ranges are empty then."""
     layout = Layout(DTYPES["float32"], elements)
@@ -386,7 +387,7 @@ def test_buckets_with_hardly_any_elements(kind: Callable[..., Compressed], codec
 
 @kinds
 @pytest.mark.parametrize("codec", [*CODECS, MOMENTUM])
-@pytest.mark.parametrize("nodes", [2, 4])
+@for_each("nodes", [2, 4])
 def test_a_step_that_is_dropped_after_it_was_complete_leaves_no_trace(
     kind: Callable[..., Compressed], codec: str, nodes: int
 ) -> None:
@@ -408,7 +409,7 @@ def test_a_step_that_is_dropped_after_it_was_complete_leaves_no_trace(
 
 
 @pytest.mark.parametrize("codec", [*CODECS, *MOMENTA, NO_FEEDBACK])
-@pytest.mark.parametrize("results", [0, 2])
+@for_each("results", [0, 2])
 def test_a_step_that_is_dropped_on_its_way_leaves_no_trace(codec: str, results: int) -> None:
     """Owners have left something out of their sums by then, and some results are written where gradients were."""
     job = Job(Owned, 3, codec)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives.base import Reducer
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import Array
 from tests.kernels import reference
 
@@ -41,9 +41,9 @@ def bits(array: Array, dtype: str) -> Array:
     return array
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 1000])
-@pytest.mark.parametrize("sources", [1, 2, 5])
+@for_each("dtype", DTYPES)
+@for_each("count", [1, 2, 63, 64, 65, 1000])
+@for_each("sources", [1, 2, 5])
 def test_small_and_large_arrays_get_the_same_bits(dtype: str, count: int, sources: int) -> None:
     parts = arrays(dtype, count, sources)
     for op, divisor, postscale in [("sum", 1, 1.0), ("sum", 3, 1.0), ("sum", 1, 0.3), ("max", 1, 1.0)]:
@@ -56,8 +56,8 @@ def test_small_and_large_arrays_get_the_same_bits(dtype: str, count: int, source
         np.testing.assert_array_equal(bits(found, dtype), bits(expected, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
-@pytest.mark.parametrize("count", [3, 1000])
+@for_each("dtype", ["float32", "float64", "int64"])
+@for_each("count", [3, 1000])
 def test_an_output_may_be_a_source(dtype: str, count: int) -> None:
     first, second = (np.arange(count).astype(DTYPES[dtype].storage) for _ in range(2))
     other = np.empty_like(first)
@@ -67,7 +67,7 @@ def test_an_output_may_be_a_source(dtype: str, count: int) -> None:
     np.testing.assert_array_equal(other, np.arange(count))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "dtype", "postscale", "elements", "needed"),
     [
         ("sum", "float32", 1.0, 64, False),

@@ -16,6 +16,7 @@ from fusion_rt.core.dtypes import DTYPES
 from fusiond.buckets.recipes import reducer_of
 from fusiond.collectives.base import Exchange, ExchangeError
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import Array, Group, GroupPort, combined, loaded, small_values, stored
 
 DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
@@ -69,8 +70,8 @@ class Scattered:
         return results
 
 
-@pytest.mark.parametrize("local_sizes", [[1], [3], [1, 1], [2, 1, 3], [1] * 5, [1] * 7], ids=str)
-@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@for_each("local_sizes", [[1], [3], [1, 1], [2, 1, 3], [1] * 5, [1] * 7])
+@for_each("dtype", DTYPE_NAMES)
 def test_every_member_gets_its_rows(local_sizes: list[int], dtype: str) -> None:
     members = sum(local_sizes)
     for count in sorted({0, 1, members - 1, members, 97, 1009}):
@@ -80,7 +81,7 @@ def test_every_member_gets_its_rows(local_sizes: list[int], dtype: str) -> None:
                 np.testing.assert_array_equal(result, scattered.expected[low:high])
 
 
-@pytest.mark.parametrize("local_sizes", [[1], [3], [1, 1], [2, 1, 3], [1] * 7], ids=str)
+@for_each("local_sizes", [[1], [3], [1, 1], [2, 1, 3], [1] * 7])
 def test_an_average_of_finite_halves_is_finite(local_sizes: list[int]) -> None:
     values = [np.full(97, 60000.0, np.float16).view(np.uint16) for _ in range(sum(local_sizes))]
     found = np.concatenate(Scattered(local_sizes, 97, "float16", "average", values=values).run())
@@ -139,7 +140,7 @@ def test_what_does_not_belong_is_refused() -> None:
         np.testing.assert_array_equal(result, scattered.expected[low:high])
 
 
-@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"1234", lambda data: b""])
+@for_each("change", [lambda data: data[:-1], lambda data: data + b"1234", lambda data: b""])
 def test_a_payload_of_the_wrong_size_is_refused(change: object) -> None:
     scattered = Scattered([1, 1], 1000)
     group = scattered.group
@@ -160,7 +161,7 @@ def test_a_chunk_that_comes_twice_is_refused() -> None:
         np.testing.assert_array_equal(result, scattered.expected[low:high])
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3])
+@for_each("nodes", [1, 2, 3])
 def test_an_average_of_integers_does_not_overflow(nodes: int) -> None:
     values = [np.full(50, 200 + member, np.uint8) for member in range(nodes + 1)]
     results = Scattered([2] + [1] * (nodes - 1), 50, "uint8", "average", values=values).run()

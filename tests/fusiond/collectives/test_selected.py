@@ -17,6 +17,7 @@ from fusiond.buckets.worker_selection import Selected, selected
 from fusiond.collectives.base import Reducer
 from fusiond.collectives.owned import Compressed, Gathered, Owned
 from fusiond.core.errors import RequestError
+from tests.for_each import for_each
 from tests.fusiond.collectives.group import Array, Group, GroupPort
 from tests.fusiond.collectives.test_owned import ELEMENTS, INSIDE, LAYOUT, Job, gradients, kinds
 from tests.kernels import reference
@@ -222,7 +223,7 @@ def swap(tray: Tray) -> None:
     tray.groups[0][HEADER : HEADER + 2] = tray.groups[0][HEADER : HEADER + 2][::-1].copy()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("harm", "why"),
     [
         (harmed(0, -1), "group 0 has -1 elements, with room for"),

@@ -11,6 +11,7 @@ from fusion_rt.settings import Settings
 from fusiond.control.negotiation import Coordinator
 from fusiond.control.waiting import Subject, describe, explain
 from fusiond.core.participants import Participants
+from tests.for_each import for_each
 from tests.fusiond.control.kept_questions import KeptQuestions
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
@@ -183,7 +184,7 @@ def test_a_plan_is_proposed_and_not_submitted() -> None:
     assert gone == "the plan of 'opt' waits for rank 2 (host b), which left the job without proposing it"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("signature", "words"),
     [
         (SUM, "allreduce sum float32 [4, 2]"),

@@ -13,6 +13,7 @@ from fusion_rt.core.topology import Topology
 from fusion_rt.host.arena import ALIGNMENT
 from fusion_rt.wire import Plan, Proposal, Reduction, TensorSpec
 from fusiond.control.planning import disagreement, make_plan, merge
+from tests.for_each import for_each
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 TENSORS = (TensorSpec("w", "float32", (4, 2)), TensorSpec("b", "float32", (2,)))
@@ -181,7 +182,7 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize(("proposal", "sentence"), SENTENCES.values(), ids=SENTENCES.keys())
+@for_each(("proposal", "sentence"), SENTENCES.values())
 def test_a_disagreement_names_ranks_hosts_and_tensor(proposal: Proposal, sentence: str) -> None:
     assert disagreement({0: PROPOSAL, 1: PROPOSAL, 2: proposal}, TOPOLOGY) == sentence
 

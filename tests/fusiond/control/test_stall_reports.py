@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from fusion_rt import wire
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
 
 SUM = wire.Signature("allreduce", "float32", (6,))
@@ -29,7 +29,7 @@ def job_of(*nodes: int, seed: int = 0) -> SimulatedJob:
     return job
 
 
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_the_warning_and_the_end_say_where_the_missing_rank_is(seed: int) -> None:
     job = job_of(2, 1, seed=seed)
     handles = {rank: job.submit(rank, "x", SUM, VALUES) for rank in (0, 1)}

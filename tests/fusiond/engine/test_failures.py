@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from fusion_rt import wire
 from fusiond.core.errors import RequestError
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
@@ -54,9 +55,9 @@ def values_for(signature: wire.Signature) -> Array | None:
     return None if signature.kind == "barrier" else VALUES.view(signature.dtype)[: np.prod(signature.shape)]
 
 
-@pytest.mark.parametrize("approved", [False, True], ids=["new", "approved"])
-@pytest.mark.parametrize("odd", [1, 2, 5])
-@pytest.mark.parametrize("difference", OTHERS)
+@for_each("approved", [False, True])
+@for_each("odd", [1, 2, 5])
+@for_each("difference", OTHERS)
 def test_ranks_that_do_not_agree_get_one_sentence(difference: str, odd: int, approved: bool) -> None:
     other, words = OTHERS[difference]
     for seed in range(6):
@@ -205,8 +206,8 @@ SENSELESS = {
 }
 
 
-@pytest.mark.parametrize("inline", [False, True], ids=["arena", "inline"])
-@pytest.mark.parametrize("what", SENSELESS)
+@for_each("inline", [False, True])
+@for_each("what", SENSELESS)
 def test_a_request_that_makes_no_sense_fails_on_every_rank(what: str, inline: bool) -> None:
     import re
 
@@ -242,7 +243,7 @@ def test_submitting_twice_under_one_clock_is_an_error_of_that_worker() -> None:
 # --- ranks that do not come -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signature", [SUM, LARGE, wire.Signature("barrier"), replace(SUM, kind="allgather")])
+@for_each("signature", [SUM, LARGE, wire.Signature("barrier"), replace(SUM, kind="allgather")])
 def test_a_rank_that_never_comes_is_named(signature: wire.Signature) -> None:
     values = None if signature.kind == "barrier" else LARGE_VALUES[: np.prod(signature.shape)]
     for missing in (0, 1, 2, 4):
@@ -292,7 +293,7 @@ def test_progress_is_no_reason_to_give_up() -> None:
 # --- ranks that have left ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gone", [1, 2, 5])
+@for_each("gone", [1, 2, 5])
 def test_a_rank_that_has_left_is_named_before_the_limit(gone: int) -> None:
     job = SimulatedJob(LAYOUT)
     job.leave(gone)
@@ -394,7 +395,7 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("message", STRANGE.values(), ids=STRANGE.keys())
+@for_each("message", STRANGE.values())
 def test_a_message_that_no_node_of_this_job_would_send_fails_the_job(message: wire.PeerMessage) -> None:
     job = SimulatedJob([1, 2])
     job.nodes[0].engine.peer_message(1, message)
@@ -413,7 +414,7 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("message", HARMLESS, ids=lambda message: type(message).__name__)
+@for_each("message", HARMLESS)
 def test_a_message_about_what_is_over_is_ignored(message: wire.PeerMessage) -> None:
     job = SimulatedJob([1, 2])
     for node in job.nodes:
@@ -549,7 +550,7 @@ def test_an_exchange_whose_results_lie_where_no_worker_looks_ends_the_job(
     assert job.answers == {}
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather"])
+@for_each("kind", ["allreduce", "broadcast", "allgather"])
 def test_who_hears_of_a_failure_may_reuse_its_memory_while_others_complete_the_operation(kind: wire.Kind) -> None:
     """A node that fails an operation by its own clock has sent chunks, which lie in its workers' memory until they have
     left; workers here overwrite that as soon as they are told. Whoever gets a result gets the right one."""

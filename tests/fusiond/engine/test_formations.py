@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from fusion_rt import wire
 from fusiond.buckets.plans import Memory
+from tests.for_each import for_each
 from tests.fusiond.simulation import SimulatedJob
 
 Array = npt.NDArray[np.float32]
@@ -82,8 +82,8 @@ class Training:
             node.engine.when_quiet(node.engine.remember)
 
 
-@pytest.mark.parametrize("codec", [TOPK, MOMENTUM, "int8(minimum=100)"])
-@pytest.mark.parametrize("seed", range(6))
+@for_each("codec", [TOPK, MOMENTUM, "int8(minimum=100)"])
+@for_each("seed", range(6))
 def test_residuals_of_survivors_go_on_tensor_by_tensor_as_they_were_before_a_step_that_is_dropped(
     seed: int, codec: str
 ) -> None:

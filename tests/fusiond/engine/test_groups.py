@@ -13,13 +13,14 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
 LAYOUTS = [[1], [3], [1, 1], [2, 1, 3], [1, 1, 1, 1, 1]]
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-every_seed = pytest.mark.parametrize("seed", range(3))
-ways = pytest.mark.parametrize("way", ["in place", "inline", "into", "inline, into"])
+layouts = for_each("layout", LAYOUTS)
+every_seed = for_each("seed", range(3))
+ways = for_each("way", ["in place", "inline", "into", "inline, into"])
 
 
 def whole(job: SimulatedJob, seed: int, *shape: int) -> list[Array]:
@@ -79,7 +80,7 @@ def nothing_was_negotiated(job: SimulatedJob) -> None:
 @layouts
 @ways
 @every_seed
-@pytest.mark.parametrize("count", [0, 1, 5, 3000])
+@for_each("count", [0, 1, 5, 3000])
 def test_everybody_gets_the_sum(layout: list[int], way: str, count: int, seed: int) -> None:
     job = SimulatedJob(layout, seed)
     members = Members(job)
@@ -108,7 +109,7 @@ def test_a_tensor_goes_from_the_root_to_all(layout: list[int], way: str, seed: i
 
 
 @layouts
-@pytest.mark.parametrize("into", [False, True])
+@for_each("into", [False, True])
 def test_who_only_receives_a_broadcast_gives_no_tensor(layout: list[int], into: bool) -> None:
     job = SimulatedJob(layout)
     members = Members(job)
@@ -125,7 +126,7 @@ def test_who_only_receives_a_broadcast_gives_no_tensor(layout: list[int], into: 
 @layouts
 @ways
 @every_seed
-@pytest.mark.parametrize("even", [False, True])
+@for_each("even", [False, True])
 def test_everybody_gets_the_rows_of_all(layout: list[int], way: str, even: bool, seed: int) -> None:
     job = SimulatedJob(layout, seed)
     members = Members(job)
@@ -167,7 +168,7 @@ def test_rows_go_to_where_their_split_says(layout: list[int], way: str, seed: in
 @layouts
 @ways
 @every_seed
-@pytest.mark.parametrize("even", [False, True])
+@for_each("even", [False, True])
 def test_everybody_gets_its_rows_of_the_sum(layout: list[int], way: str, even: bool, seed: int) -> None:
     job = SimulatedJob(layout, seed)
     members = Members(job)
@@ -233,7 +234,7 @@ def test_two_groups_with_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert "the keys 'b' and 'a' of two groups have one id" in job.error(1, 2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rank", "ranks", "why"),
     [
         (0, (0, 1), "rank 0 opened group 'a' a second time"),
@@ -327,11 +328,9 @@ def test_a_reduction_sends_data_to_the_root_only() -> None:
 
 
 @layouts
-@pytest.mark.parametrize("kind", ["allreduce", "reducescatter", "reduce"])
-@pytest.mark.parametrize(
-    ("op", "function"), [("band", np.bitwise_and), ("bor", np.bitwise_or), ("bxor", np.bitwise_xor)]
-)
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+@for_each("kind", ["allreduce", "reducescatter", "reduce"])
+@for_each(("op", "function"), [("band", np.bitwise_and), ("bor", np.bitwise_or), ("bxor", np.bitwise_xor)])
+@for_each("dtype", ["int32", "uint8", "bool"])
 def test_bits_are_combined(layout: list[int], kind: str, op: str, function: Any, dtype: str) -> None:
     job = SimulatedJob(layout)
     members = Members(job)
@@ -355,7 +354,7 @@ def test_bits_of_what_is_no_integer_or_scaled_are_refused(dtype: str, prescale: 
     assert "band is for integers and bool, and they cannot be scaled" in job.error(0, handle)
 
 
-@pytest.mark.parametrize("kind", ["join", "add_process_set", "remove_process_set"])
+@for_each("kind", ["join", "add_process_set", "remove_process_set"])
 def test_what_concerns_all_ranks_is_refused(kind: str) -> None:
     job = SimulatedJob([1])
     members = Members(job)
@@ -433,7 +432,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 DONE_AT_ONCE = {"kind, of which one receives", "root"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layout", "case"),
     [([2], case) for case in MISMATCHES] + [([1, 1], case) for case in MISMATCHES if case not in DONE_AT_ONCE],
 )
@@ -459,7 +458,7 @@ def test_ranks_that_do_not_do_the_same_all_fail_and_the_group_goes_on(layout: li
     job.nothing_is_left()
 
 
-@pytest.mark.parametrize("layout", [[2], [1, 1]], ids=str)
+@for_each("layout", [[2], [1, 1]])
 @every_seed
 def test_rows_that_nobody_expects_fail_on_both(layout: list[int], seed: int) -> None:
     job = SimulatedJob(layout, seed)
@@ -476,7 +475,7 @@ def test_rows_that_nobody_expects_fail_on_both(layout: list[int], seed: int) -> 
     job.nothing_is_left()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("how", "why"),
     [
         ({"kind": "alltoall", "splits": (4, 0), "receives": (4,)}, "needs rows from each of 2"),
@@ -527,8 +526,8 @@ def test_who_still_waits_fails_when_another_was_done_with_something_else(seed: i
 # --- time-outs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [[3], [2, 1], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast", "reduce"])
+@for_each("layout", [[3], [2, 1], [1, 1, 1]])
+@for_each("kind", ["allreduce", "barrier", "broadcast", "reduce"])
 @every_seed
 def test_when_its_time_is_up_an_operation_fails_and_names_who_is_missing(
     layout: list[int], kind: str, seed: int

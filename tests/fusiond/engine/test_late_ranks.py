@@ -13,6 +13,7 @@ from fusion_rt import wire
 from fusiond.engine import exchanges
 from fusiond.operations import executor
 from fusiond.transport import early_credit
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
@@ -51,13 +52,7 @@ def run(job: SimulatedJob, late: int, limit: int) -> None:
         assert not any(each.failure for each in job.nodes)
 
 
-@pytest.mark.parametrize("layout", [[1, 1], [1, 1, 1], [2, 1, 2]], ids=str)
-@pytest.mark.parametrize(("operations", "elements"), [(40, 10_000), (100, 5)])
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather"])
-@pytest.mark.parametrize("seed", range(2))
-def test_what_waits_for_a_late_rank_is_bounded(
-    layout: list[int], operations: int, elements: int, kind: wire.Kind, seed: int
-) -> None:
+def all_wait_for_the_last_rank(layout: list[int], operations: int, elements: int, kind: wire.Kind, seed: int) -> None:
     """Each operation is agreed upon before, so that the others need not ask whether it may begin."""
     job = SimulatedJob(layout, seed)
     late = job.size - 1
@@ -89,6 +84,16 @@ def test_what_waits_for_a_late_rank_is_bounded(
     job.nothing_is_left()
 
 
+@for_each("layout", [[1, 1], [1, 1, 1], [2, 1, 2]])
+@for_each(("operations", "elements"), [(40, 10_000), (100, 5)])
+@for_each("kind", ["allreduce", "broadcast", "allgather"])
+@for_each("seed", range(2))
+def test_what_waits_for_a_late_rank_is_bounded(
+    layout: list[int], operations: int, elements: int, kind: wire.Kind, seed: int
+) -> None:
+    all_wait_for_the_last_rank(layout, operations, elements, kind, seed)
+
+
 def test_a_single_peer_of_a_late_rank_uses_all_that_may_wait() -> None:
     job = SimulatedJob([1, 1])
     for ranks in (job.ranks, [0]):  # agreed upon, and then begun by the first rank alone
@@ -101,7 +106,7 @@ def test_a_single_peer_of_a_late_rank_uses_all_that_may_wait() -> None:
     assert early == {"early_bytes": CREDIT, "held": 10 - CREDIT // early_credit.LEAST_CHARGE}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_ranks_that_begin_operations_in_different_orders_do_not_wait_for_each_other(seed: int) -> None:
     job = SimulatedJob([1, 1, 1, 1], seed)
     operations = range(24)
@@ -126,7 +131,7 @@ def test_ranks_that_begin_operations_in_different_orders_do_not_wait_for_each_ot
 def test_no_number_of_operations_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than a daemon keeps records of for its late workers."""
     monkeypatch.setattr(exchanges, "_MAX_EARLY", 4)
-    test_what_waits_for_a_late_rank_is_bounded([1, 1], 200, 5, "allreduce", 0)
+    all_wait_for_the_last_rank([1, 1], 200, 5, "allreduce", 0)
 
 
 @pytest.mark.parametrize("codec", ["topk(density=0.1, minimum=0)", "int8", "powersgd(rank=2)"])

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 
 from fusion_rt import codecs
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Node, SimulatedJob
 
@@ -127,17 +127,17 @@ def train(algorithm: str, codec: str, saves: bool = False) -> list[str]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.CODECS))
+@for_each("codec", sorted(codecs.CODECS))
 def test_steps_of_all_reduces_are_made_by_threads(codec: str) -> None:
     assert train("allreduce", codec) == []
 
 
-@pytest.mark.parametrize("algorithm", AT_HOMES)
+@for_each("algorithm", AT_HOMES)
 def test_steps_at_homes_are_made_by_threads(algorithm: str) -> None:
     assert train(algorithm, "dense") == []
 
 
-@pytest.mark.parametrize("algorithm", [name for name in AT_HOMES if name not in KEEP_NOTHING])
+@for_each("algorithm", [name for name in AT_HOMES if name not in KEEP_NOTHING])
 def test_homes_are_saved_and_loaded_by_threads(algorithm: str) -> None:
     assert train(algorithm, "dense", saves=True) == []
 

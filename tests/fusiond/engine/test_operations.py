@@ -19,14 +19,15 @@ from fusion_rt.core.dtypes import DType
 from fusion_rt.core.topology import ProcessSet
 from fusion_rt.kernels import cpu
 from fusiond.operations import executor, thread_work
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array, Node, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
 LAYOUTS = [[1], [3], [1, 1], [2, 1, 3], [1, 1, 1, 1, 1]]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-sizes = pytest.mark.parametrize("count", [0, 1, 5, 3000, 20_001])
+sizes = for_each("count", [0, 1, 5, 3000, 20_001])
 SEEDS = range(4)
-every_seed = pytest.mark.parametrize("seed", SEEDS)
+every_seed = for_each("seed", SEEDS)
 
 
 def floats(job: SimulatedJob, shape: tuple[int, ...] = (5,), seed: int = 0) -> list[Array]:
@@ -49,7 +50,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @layouts
-@pytest.mark.parametrize(
+@for_each(
     ("count", "inline"), [(0, False), (1, False), (5, False), (3000, False), (20_001, False), (0, True), (5, True)]
 )
 @every_seed
@@ -222,8 +223,8 @@ def test_ranks_in_any_order_on_the_nodes(layout: list[int]) -> None:
     np.testing.assert_array_equal(np.concatenate(parts), np.sum(values, axis=0))
 
 
-@pytest.mark.parametrize("codec", ["dense", "fp16"])
-@pytest.mark.parametrize("count", [100, 20_001])
+@for_each("codec", ["dense", "fp16"])
+@for_each("count", [100, 20_001])
 def test_bits_are_equal_on_all_ranks_whatever_the_order_of_events(codec: str, count: int) -> None:
     values = list(np.random.default_rng(5).standard_normal((6, count), np.float32))
     found = set()
@@ -277,7 +278,7 @@ def test_data_that_comes_before_the_workers_waits_for_them() -> None:
     job.nothing_is_left()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_many_operations_under_way_at_once(seed: int) -> None:
     job = SimulatedJob([2, 1, 2], seed, connections=2)
     names = [f"t{i}" for i in range(6)]
@@ -299,7 +300,7 @@ def test_many_operations_under_way_at_once(seed: int) -> None:
     job.nothing_is_left()
 
 
-@pytest.mark.parametrize("layout", [[1, 1, 1], [2, 1, 3], [1] * 5], ids=str)
+@for_each("layout", [[1, 1, 1], [2, 1, 3], [1] * 5])
 def test_operations_that_are_alike_can_be_negotiated_at_the_same_time(layout: list[int]) -> None:
     """Once the first is approved, some nodes do not ask any more about the others, which some have asked about."""
     for seed in range(30):
@@ -367,7 +368,7 @@ def test_a_broadcast_from_every_root(layout: list[int], count: int) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("width", [0, 3, 900])
+@for_each("width", [0, 3, 900])
 @every_seed
 def test_an_allgather_of_different_numbers_of_rows(layout: list[int], width: int, seed: int) -> None:
     job = SimulatedJob(layout, seed)
@@ -385,7 +386,7 @@ def test_an_allgather_of_different_numbers_of_rows(layout: list[int], width: int
 
 
 @layouts
-@pytest.mark.parametrize("width", [1, 700])
+@for_each("width", [1, 700])
 @every_seed
 def test_an_alltoall_of_any_splits(layout: list[int], width: int, seed: int) -> None:
     job = SimulatedJob(layout, seed)
@@ -408,7 +409,7 @@ def test_an_alltoall_of_any_splits(layout: list[int], width: int, seed: int) -> 
     job.nothing_is_left()
 
 
-@pytest.mark.parametrize("ranks", [[(1, 0)], [(2, 0, 1)], [(3, 0), (2, 1)]], ids=str)
+@for_each("ranks", [[(1, 0)], [(2, 0, 1)], [(3, 0), (2, 1)]])
 def test_workers_of_a_node_may_have_their_ranks_in_any_order(ranks: list[tuple[int, ...]]) -> None:
     """As they have when one was lost, and another has come in its slot with the last rank."""
     job = SimulatedJob([len(each) for each in ranks], ranks=ranks)
@@ -445,7 +446,7 @@ def test_an_alltoall_of_many_small_blocks_comes_to_an_end(seed: int) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("shape", [(1, 3), (7, 2), (600, 9)])
+@for_each("shape", [(1, 3), (7, 2), (600, 9)])
 def test_a_reducescatter(layout: list[int], shape: tuple[int, int]) -> None:
     for seed in SEEDS:
         job = SimulatedJob(layout, seed)
@@ -472,7 +473,7 @@ def test_a_barrier_waits_for_everybody(layout: list[int]) -> None:
         job.nothing_is_left()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "int8", "bool"])
+@for_each("dtype", ["float64", "float16", "bfloat16", "int64", "int8", "bool"])
 def test_every_dtype_travels(dtype: str) -> None:
     from fusion_rt.core.dtypes import DTYPES
 
@@ -490,8 +491,8 @@ def test_every_dtype_travels(dtype: str) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather", "reducescatter"])
-@pytest.mark.parametrize("seed", range(10))
+@for_each("kind", ["allreduce", "broadcast", "allgather", "reducescatter"])
+@for_each("seed", range(10))
 def test_memory_is_not_read_after_its_worker_was_told(kind: str, seed: int) -> None:
     """Two nodes are told at different times; whoever is told first overwrites what the other may still need."""
     job = SimulatedJob([1, 2, 1, 1], seed, chunk_bytes=4096, window_bytes=8192, connections=3)
@@ -526,7 +527,7 @@ def test_what_is_under_way_to_a_slow_node_is_bounded() -> None:
 # --- process sets -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("members", [(1, 3, 5), (0, 1), (2,), (3, 4, 5)])
+@for_each("members", [(1, 3, 5), (0, 1), (2,), (3, 4, 5)])
 def test_a_process_set_keeps_to_itself(members: tuple[int, ...]) -> None:
     for seed in SEEDS:
         job = SimulatedJob([2, 1, 3], seed, process_sets=[ProcessSet(1, members)])

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
+from tests.for_each import for_each
 from tests.fusiond.simulation import SimulatedJob
 
 SEEDS = range(12)
@@ -27,7 +28,7 @@ def uneven(job: SimulatedJob, seed: int) -> list[int]:
 # --- join -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("local_sizes", JOBS)
+@for_each("local_sizes", JOBS)
 def test_all_reduces_go_on_without_the_ranks_that_have_joined(local_sizes: list[int]) -> None:
     for seed in SEEDS:
         job = SimulatedJob(local_sizes, seed)
@@ -54,8 +55,8 @@ def test_all_reduces_go_on_without_the_ranks_that_have_joined(local_sizes: list[
         np.testing.assert_array_equal(job.result(0, again[0]), expected)
 
 
-@pytest.mark.parametrize("local_sizes", JOBS)
-@pytest.mark.parametrize("with_plan", [True, False])
+@for_each("local_sizes", JOBS)
+@for_each("with_plan", [True, False])
 def test_planned_buckets_go_on_too_even_when_the_plan_is_made_without_some_ranks(
     local_sizes: list[int], with_plan: bool
 ) -> None:
@@ -155,9 +156,9 @@ def test_who_has_returned_is_not_taken_for_joined_by_a_node_that_hears_of_it_lat
         assert [node.engine.participants.joined for node in job.nodes] == [[]] * 3
 
 
-@pytest.mark.parametrize("local_sizes", [[2, 2], [1, 1, 1], [3]])
-@pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall", "reducescatter"])
-@pytest.mark.parametrize("known", [False, True])
+@for_each("local_sizes", [[2, 2], [1, 1, 1], [3]])
+@for_each("kind", ["allgather", "broadcast", "alltoall", "reducescatter"])
+@for_each("known", [False, True])
 def test_what_needs_every_rank_fails_while_some_have_joined(local_sizes: list[int], kind: str, known: bool) -> None:
     for seed in SEEDS:
         job = SimulatedJob(local_sizes, seed)
@@ -193,8 +194,8 @@ def test_a_process_set_does_not_wait_for_a_rank_that_has_joined() -> None:
             assert "cannot take part in process set 1 after join()" in job.error(0, handles[0])
 
 
-@pytest.mark.parametrize("op", ["min", "max", "product", "average"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "bool"])
+@for_each("op", ["min", "max", "product", "average"])
+@for_each("dtype", ["float32", "float16", "bfloat16", "int32", "bool"])
 def test_a_rank_that_has_joined_changes_nothing_of_the_others(op: str, dtype: str) -> None:
     if (op, dtype) == ("average", "bool"):
         return
@@ -223,7 +224,7 @@ def test_a_join_inside_a_process_set_is_refused() -> None:
 # --- process sets -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("local_sizes", JOBS)
+@for_each("local_sizes", JOBS)
 def test_process_sets_come_and_go_while_others_work(local_sizes: list[int]) -> None:
     for seed in SEEDS:
         job = SimulatedJob(local_sizes, seed)
@@ -280,7 +281,7 @@ def test_ranks_that_add_different_process_sets_are_told_so() -> None:
             assert "add_process_set of the ranks [0, 1]" in error
 
 
-@pytest.mark.parametrize("ranks", [(), (1, 0), (0, 0), (0, 3)])
+@for_each("ranks", [(), (1, 0), (0, 0), (0, 3)])
 def test_a_process_set_of_ranks_that_there_are_not_is_refused(ranks: tuple[int, ...]) -> None:
     job = SimulatedJob([2, 1])
     handle = job.submit(0, "s", wire.Signature("add_process_set", ranks=ranks))

@@ -16,11 +16,12 @@ from fusion_rt.kernels import cpu
 from fusion_rt.kernels.machine_code import KernelError
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond.core.errors import RequestError
+from tests.for_each import for_each
 from tests.fusiond.simulation import GARBAGE, Array, Node, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
 LAYOUTS = [[1], [3], [1, 1], [2, 1, 3]]
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+layouts = for_each("layout", LAYOUTS)
 TENSORS = tuple(wire.TensorSpec(f"w{i}", "float32", shape) for i, shape in enumerate([(5,), (300, 2), (2000,), (7, 3)]))
 PROPOSAL = wire.Proposal("opt", 0, 0, wire.Reduction(), TENSORS)
 
@@ -165,7 +166,7 @@ def test_a_job_whose_kernels_cannot_be_had_fails_with_a_sentence(
 
 
 @layouts
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_buckets_are_averaged_step_by_step(layout: list[int], seed: int) -> None:
     job = SimulatedJob(layout, seed, connections=2)
     training = Training(job)
@@ -186,7 +187,7 @@ def test_a_planned_bucket_costs_no_negotiation() -> None:
     assert len([1 for _, _, message in job.sent if not isinstance(message, wire.Credit)]) == before
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_a_node_may_be_a_step_ahead(seed: int) -> None:
     job = SimulatedJob([1, 1, 1], seed)
     training = Training(job)
@@ -215,7 +216,7 @@ def test_a_node_may_be_a_step_ahead(seed: int) -> None:
             np.testing.assert_allclose(training.elements(rank, which), np.mean(parts, axis=0), atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_ranks_may_propose_in_any_order_of_tensors_and_time(seed: int) -> None:
     job = SimulatedJob([2, 1], seed)
     choose = np.random.default_rng(seed)
@@ -247,8 +248,8 @@ def share(rank: int, job: SimulatedJob, training: Training, shares: dict[int, in
     return handle
 
 
-@pytest.mark.parametrize("layout", [[3], [2, 3], [1, 2, 2]], ids=str)
-@pytest.mark.parametrize("op", ["sum", "average", "product", "min"])
+@for_each("layout", [[3], [2, 3], [1, 2, 2]])
+@for_each("op", ["sum", "average", "product", "min"])
 def test_one_rank_submits_what_all_of_its_node_have_contributed(layout: list[int], op: wire.Op) -> None:
     job = SimulatedJob(layout, 1)
     how = wire.Reduction(op, prescale=0.5, postscale=2.0)
@@ -276,9 +277,9 @@ def test_one_rank_submits_what_all_of_its_node_have_contributed(layout: list[int
         np.testing.assert_allclose(training.elements(rank, bucket), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", [[3], [2, 3], [1, 2, 2]], ids=str)
-@pytest.mark.parametrize("length", [1, 2, 7, 100, 60_000], ids=str)
-@pytest.mark.parametrize("asks_for_part", [False, True], ids=["all of the result", "a part of the result"])
+@for_each("layout", [[3], [2, 3], [1, 2, 2]])
+@for_each("length", [1, 2, 7, 100, 60_000])
+@for_each("asks_for_part", [False, True])
 def test_each_rank_submits_its_part_of_what_its_node_has_contributed(
     layout: list[int], length: int, asks_for_part: bool
 ) -> None:
@@ -323,7 +324,7 @@ def test_parts_of_a_bucket_are_all_of_it() -> None:
             assert covered == list(range(elements)), (elements, count)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "shares",
     [
         {0: wire.OF_NODE},
@@ -397,7 +398,7 @@ def test_what_is_under_way_in_the_old_plan_still_ends() -> None:
 # --- plans that do not come about -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("odd", [0, 1, 4])
+@for_each("odd", [0, 1, 4])
 def test_differing_proposals_fail_with_one_sentence(odd: int) -> None:
     job = SimulatedJob([2, 1, 3], odd)
     other = replace(PROPOSAL, tensors=(replace(TENSORS[0], shape=(6,)), *TENSORS[1:]))
@@ -452,7 +453,7 @@ SENSELESS = {
 }
 
 
-@pytest.mark.parametrize("what", SENSELESS)
+@for_each("what", SENSELESS)
 def test_a_proposal_that_makes_no_sense_is_refused(what: str) -> None:
     proposal, why = SENSELESS[what]
     job = SimulatedJob([1, 1])
@@ -540,7 +541,7 @@ def test_chunks_are_as_urgent_as_for_the_worker_that_needs_them_soonest() -> Non
     assert {urgency for _, name, urgency in job.urgencies if name == "loss"} == {0}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_a_rank_that_gives_a_step_up_fails_it_on_all_ranks_and_the_next_one_is_as_ever(seed: int) -> None:
     job = SimulatedJob([2, 1], seed)
     training = Training(job, replace(PROPOSAL, reduction=wire.Reduction("average", codec="topk(density=0.5)")))

@@ -12,6 +12,7 @@ import pytest
 from fusion_rt import wire
 from fusiond.membership import startup
 from fusiond.transport import probe
+from tests.for_each import for_each
 from tests.fusiond.network_simulation import Network, VirtualWorker, job
 
 KIB, MIB = 1024, 1024 * 1024
@@ -80,7 +81,7 @@ def run(network: Network, local_sizes: list[int], sizes: list[int], steps: int =
     return [seconds for worker in workers for seconds in worker.seconds]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_buckets_of_any_size_take_what_the_links_take(seed: int) -> None:
     """Small messages that are not acknowledged held up large ones until the next heartbeat."""
     choose = random.Random(seed)
@@ -90,7 +91,7 @@ def test_buckets_of_any_size_take_what_the_links_take(seed: int) -> None:
     assert max(took) < 1.05 * 1.5 * sum(sizes) / 25e6
 
 
-@pytest.mark.parametrize("latency", [1e-4, 5e-3, 20e-3, 50e-3])
+@for_each("latency", [1e-4, 5e-3, 20e-3, 50e-3])
 def test_links_with_a_long_way_carry_as_much_as_others(latency: float) -> None:
     """Each of 6 hops takes the latency, and nothing else is lost."""
     took = run(Network(0, 25e6, latency), [1] * 4, [16 * MIB])

@@ -17,6 +17,7 @@ from fusion_rt.settings import Settings
 from fusiond.membership.epoch import Membership
 from fusiond.membership.startup import Starting
 from fusiond.transport.probe import LinkProbe
+from tests.for_each import for_each
 
 Links = Callable[[int, int], CostModel]
 HANDLING = 50e-6  # seconds for which a message occupies the loop that it has come to
@@ -130,7 +131,7 @@ def test_the_start_of_64_hosts_over_40_ms_takes_seconds_and_all_links_are_known(
     assert all(told == start for told, _ in world.started.values())
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 5, 8, 10])
+@for_each("nodes", [2, 3, 5, 8, 10])
 def test_up_to_ten_hosts_each_pair_is_measured_by_itself(nodes: int) -> None:
     def rate(a: int, b: int) -> float:
         return 1e-9 * (4 + (a * 5 + b * 3) % 7)

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from fusion_rt import wire
 from fusion_rt.core.topology import Topology
 from fusion_rt.wire import Loss, View
 from fusiond.membership.quorum import PATIENCE, Views, coordinator_of, is_quorum
+from tests.for_each import for_each
 
 Links = set[tuple[int, int]]
 
@@ -166,7 +166,7 @@ class Network:
 # --- who may decide ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", range(1, 8))
+@for_each("nodes", range(1, 8))
 def test_any_two_quorums_have_a_node_in_common(nodes: int) -> None:
     topology = Topology(tuple("abcdefg"[:nodes]), tuple((n,) for n in range(nodes)))
     view = View(0, tuple(range(nodes)))
@@ -188,7 +188,7 @@ def test_the_lowest_node_with_workers_left_coordinates() -> None:
 # --- nodes that die ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", range(4))
+@for_each("victim", range(4))
 def test_all_others_go_on_without_a_node_that_dies(victim: int) -> None:
     for seed in range(20):
         job = Network(4, seed)
@@ -250,7 +250,7 @@ def test_a_lost_worker_is_agreed_upon_and_its_node_stays() -> None:
 # --- networks that fail -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parts", "survivors"),
     [
         (([0, 1], [2]), [0, 1]),
@@ -345,7 +345,7 @@ def test_whatever_fails_at_most_one_part_goes_on(
 # --- jobs that end ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 5])
+@for_each("nodes", [2, 3, 5])
 def test_all_are_told_the_same_when_the_job_cannot_go_on(nodes: int) -> None:
     for seed in range(20):
         for victim in range(nodes):

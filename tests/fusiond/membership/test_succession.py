@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fusion_rt import wire
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array
 from tests.fusiond.view_simulation import ViewJob
 
@@ -93,8 +94,8 @@ OPERATIONS: dict[str, tuple[wire.Signature, Array, Callable[[int], Array] | None
 }
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("kind", OPERATIONS)
+@for_each("victim", [0, 1])
+@for_each("kind", OPERATIONS)
 def test_an_operation_that_does_not_need_the_lost_node_completes_wherever_it_was(kind: str, victim: int) -> None:
     signature, values, expected = OPERATIONS[kind]
 
@@ -168,7 +169,7 @@ def test_gossip_among_all_ranks_goes_on_and_so_does_a_new_plan_of_it(victim: int
         scenario(seed)
 
 
-@pytest.mark.parametrize("victim", range(4))
+@for_each("victim", range(4))
 def test_nodes_that_have_no_part_in_any_plan_do_not_end_the_job(victim: int) -> None:
     for seed in range(20):
         job = ViewJob([1, 1, 1, 1, 0], seed)  # the first has the coordinator, the last no workers
@@ -216,8 +217,8 @@ def test_ranks_that_do_not_agree_are_told_so_by_the_next_coordinator() -> None:
 # --- what does not ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("kind", ["allreduce", "allgather"])
+@for_each("victim", [0, 2])
+@for_each("kind", ["allreduce", "allgather"])
 def test_an_operation_that_needs_the_lost_ranks_fails_on_all_others_with_one_sentence(kind: str, victim: int) -> None:
     signature, values, _ = OPERATIONS[kind]
 
@@ -388,8 +389,8 @@ def test_others_that_are_back_do_not_wait_for_one_that_is_lost_meanwhile(
         assert sorted(welcomed) == job.ranks_left
 
 
-@pytest.mark.parametrize("tolerant", [True, False])
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@for_each("tolerant", [True, False])
+@for_each("victim", [0, 1, 2])
 def test_a_node_that_dies_when_all_have_left_is_missed_when_the_others_come_back(victim: int, tolerant: bool) -> None:
     for seed in range(10):
         job = ViewJob([1, 1, 1], seed, tolerate_losses=tolerant)
@@ -411,7 +412,7 @@ def test_a_node_that_dies_when_all_have_left_is_missed_when_the_others_come_back
 # --- several faults ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_two_coordinators_may_die_one_after_the_other(seed: int) -> None:
     chance = random.Random(seed)
     job = gossiping(seed, [1, 1, 1, 1, 1])

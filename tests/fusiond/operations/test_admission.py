@@ -13,6 +13,7 @@ import pytest
 from fusion_rt import codecs, wire
 from fusion_rt.wire import OpKey
 from fusiond.operations.admission import Admission
+from tests.for_each import for_each
 from tests.fusiond.simulation import SimulatedJob
 
 ELEMENTS = 1 << 16  # of a bucket, which is one tensor
@@ -126,7 +127,7 @@ def test_scratch_memory_does_not_grow_with_the_number_of_buckets(codec: str, mon
     assert peak_of_a_step(codec, many) - peak_of_a_step(codec, few) <= (many - few) * RECORDS + ELEMENTS
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.CODECS))
+@for_each("codec", sorted(codecs.CODECS))
 def test_an_exchange_holds_no_more_than_its_codec_says(codec: str) -> None:
     few, many = 1, 5
     held = (peak_of_a_step(codec, many) - peak_of_a_step(codec, few)) / (many - few)

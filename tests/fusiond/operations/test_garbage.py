@@ -17,11 +17,12 @@ from fusion_rt import codecs, wire
 from fusiond.collectives.base import Exchange
 from fusiond.operations.operation import Operation
 from fusiond.transport.flow_control import FlowPort
+from tests.for_each import for_each
 from tests.fusiond.simulation import SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
 TENSORS = tuple(wire.TensorSpec(f"w{i}", "float32", shape) for i, shape in enumerate([(64, 64), (40, 60), (5000,)]))
-LAYOUTS = pytest.mark.parametrize("layout", [[2], [1, 1], [2, 1, 3]], ids=str)
+LAYOUTS = for_each("layout", [[2], [1, 1], [2, 1, 3]])
 
 
 @contextmanager
@@ -43,8 +44,8 @@ def cycles(job: SimulatedJob) -> Iterator[list[str]]:
 
 
 @LAYOUTS
-@pytest.mark.parametrize("codec", sorted(codecs.CODECS))
-@pytest.mark.parametrize("route", ["owners", "gather"])
+@for_each("codec", sorted(codecs.CODECS))
+@for_each("route", ["owners", "gather"])
 def test_a_step_of_a_plan_leaves_no_cycle(layout: list[int], codec: str, route: str) -> None:
     job = SimulatedJob(layout, sparse_route=route)
     plan = job.plan(wire.Proposal("opt", 0, 0, wire.Reduction(codec=codec), TENSORS))
@@ -65,7 +66,7 @@ def test_a_step_of_a_plan_leaves_no_cycle(layout: list[int], codec: str, route: 
 
 
 @LAYOUTS
-@pytest.mark.parametrize("kind", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"])
+@for_each("kind", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"])
 def test_an_operation_outside_of_plans_leaves_no_cycle(layout: list[int], kind: wire.Kind) -> None:
     job = SimulatedJob(layout)
     values = [np.ones((12 * job.size, 40), np.float32) for _ in job.ranks]

@@ -12,6 +12,7 @@ from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.host import process_memory
 from fusiond.operations.staging import Scratch
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
@@ -55,9 +56,9 @@ def run(
     return [job.result(rank, handles[rank], signature.dtype).tobytes() for rank in job.ranks]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("by_address", [EVERYBODY, SOME])
-@pytest.mark.parametrize(
+@for_each("layout", LAYOUTS)
+@for_each("by_address", [EVERYBODY, SOME])
+@for_each(
     "signature",
     [
         wire.Signature("allreduce", "float32", (5000,), "average", 0.5, 3.0),
@@ -74,7 +75,6 @@ def run(
         wire.Signature("reducescatter", "int32", (60, 50), "average"),
         wire.Signature("alltoall", "float32", (60, 50)),
     ],
-    ids=lambda signature: f"{signature.kind}-{signature.dtype}-{signature.op}-{signature.codec[:4]}",
 )
 def test_every_kind_gives_the_same_bits_as_in_the_arena(
     layout: list[int], by_address: Sequence[int], signature: wire.Signature
@@ -85,9 +85,9 @@ def test_every_kind_gives_the_same_bits_as_in_the_arena(
     assert run(layout, by_address, signature, splits) == run(layout, (), signature, splits)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("by_address", [EVERYBODY, SOME])
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "reduce"])
+@for_each("layout", LAYOUTS)
+@for_each("by_address", [EVERYBODY, SOME])
+@for_each("kind", ["allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "reduce"])
 def test_results_of_groups_go_to_other_addresses(layout: list[int], by_address: Sequence[int], kind: wire.Kind) -> None:
     def results(addresses: Sequence[int]) -> list[bytes]:
         job = SimulatedJob(layout, by_address=addresses)
@@ -109,8 +109,8 @@ def test_results_of_groups_go_to_other_addresses(layout: list[int], by_address: 
     assert len(found[0]) in (60 * 50 * 4, 60 * sum(layout) * 50 * 4, 60 // sum(layout) * 50 * 4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather", "reducescatter"])
+@for_each("layout", LAYOUTS)
+@for_each("kind", ["allreduce", "broadcast", "allgather", "reducescatter"])
 def test_a_wrong_address_fails_the_operation_on_all_ranks_and_nothing_else(layout: list[int], kind: wire.Kind) -> None:
     job = SimulatedJob(layout, by_address=EVERYBODY)
     signature = wire.Signature(kind, "float32", (5000,), root=1 if kind == "broadcast" else 0)

@@ -15,6 +15,7 @@ from fusiond.collectives.ring import Ring
 from fusiond.control.planning import make_plan
 from fusiond.operations import executor, thread_work
 from fusiond.transport.flow_control import FlowPort
+from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
@@ -125,7 +126,7 @@ def test_what_is_larger_than_a_message_does_not_double(monkeypatch: pytest.Monke
     assert seen.kinds == {Ring}
 
 
-@pytest.mark.parametrize("layout", [[1, 1], [1, 1, 1], [2, 1, 1, 1]], ids=str)
+@for_each("layout", [[1, 1], [1, 1, 1], [2, 1, 1, 1]])
 def test_chunks_window_and_threads_change_no_bit(layout: list[int]) -> None:
     """docs/autotune.md says so, and what does: buckets and the kind of all-reduce, from three nodes on."""
     job = SimulatedJob(layout, chunk_bytes=16384)
@@ -169,7 +170,7 @@ def test_a_codec_that_only_the_lowest_rank_knows_of_is_used_by_all() -> None:
     assert [plan["codec"] for plan in job.engine(2).statistics()["plans"]] == ["fp16"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("reduction", "tuning", "sentence"),
     [
         (wire.Reduction(algorithm="asp"), wire.Tuning(), "asp with average cannot be tuned"),
@@ -185,14 +186,13 @@ def test_what_cannot_be_tuned_is_refused(reduction: wire.Reduction, tuning: wire
     assert sentence in job.error(0, handle)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "values",
     [
         {"chunk_bytes": 0}, {"chunk_bytes": 4095}, {"chunk_bytes": 2**30 + 1}, {"window_bytes": 1}, {"threads": 0},
         {"threads": 257}, {"threshold": -1}, {"exchange": "tree"}, {"steps": -1}, {"steps": 2**48},
         {"codec": "x" * (wire.MAX_NAME + 1)}, {"why": "x" * 4097},
     ],
-    ids=str,
 )  # fmt: skip
 def test_a_tuning_that_makes_no_sense_is_no_message(values: dict[str, Any]) -> None:
     message = wire.Propose(1, replace(PROPOSAL, tuning=wire.Tuning(**values)))

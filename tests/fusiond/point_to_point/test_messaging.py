@@ -12,10 +12,11 @@ from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import ProcessSet
 from fusiond.point_to_point.limits import ANNOUNCED, AT_ONCE, BYTES_AT_ONCE
 from fusiond.transport.flow_control import CreditExceeded
+from tests.for_each import for_each
 from tests.fusiond.point_to_point.mail import Mail
 
 LAYOUTS = {"a node": [2], "two nodes": [1, 1]}
-layouts = pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+layouts = for_each("sizes", LAYOUTS.values())
 SIZES = [0, 1, 4, 4096, 4097, 100_000]
 
 
@@ -24,8 +25,8 @@ def data_of(nbytes: int, seed: int = 0) -> bytes:
 
 
 @layouts
-@pytest.mark.parametrize("first", ["send", "receive"])
-@pytest.mark.parametrize("nbytes", [*SIZES, 1_000_000])
+@for_each("first", ["send", "receive"])
+@for_each("nbytes", [*SIZES, 1_000_000])
 def test_a_message_in_memory_arrives_whole_and_both_ends_are_told(sizes: list[int], first: str, nbytes: int) -> None:
     mail, data = Mail(sizes), data_of(nbytes)
     if first == "send":
@@ -44,8 +45,8 @@ def test_a_message_in_memory_arrives_whole_and_both_ends_are_told(sizes: list[in
 
 
 @layouts
-@pytest.mark.parametrize("into_memory", [True, False])
-@pytest.mark.parametrize("nbytes", [0, 4, wire.MAX_INLINE])
+@for_each("into_memory", [True, False])
+@for_each("nbytes", [0, 4, wire.MAX_INLINE])
 def test_a_small_message_is_away_before_anybody_receives_it(sizes: list[int], into_memory: bool, nbytes: int) -> None:
     mail, data = Mail(sizes), data_of(nbytes)
     sent = mail.send(0, 1, data, inline=True)
@@ -91,8 +92,8 @@ def test_a_receive_may_be_longer_than_its_message(sizes: list[int]) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("first", ["send", "receive"])
-@pytest.mark.parametrize("inline", [True, False])
+@for_each("first", ["send", "receive"])
+@for_each("inline", [True, False])
 def test_a_message_that_is_too_long_fails_with_both_sizes(sizes: list[int], first: str, inline: bool) -> None:
     mail, data = Mail(sizes), data_of(5000)
     if first == "send":
@@ -115,7 +116,7 @@ def test_a_message_that_is_too_long_fails_with_both_sizes(sizes: list[int], firs
     mail.nothing_is_left()
 
 
-@pytest.mark.parametrize("sizes", [[3], [1, 1, 1], [2, 1]])
+@for_each("sizes", [[3], [1, 1, 1], [2, 1]])
 def test_a_receive_from_any_rank_takes_the_first_that_came(sizes: list[int]) -> None:
     mail = Mail(sizes)
     for source, data in ((2, b"two"), (0, b"zero"), (2, b"again")):
@@ -139,7 +140,7 @@ def test_messages_of_other_tags_and_groups_are_not_taken(sizes: list[int]) -> No
 
 
 @layouts
-@pytest.mark.parametrize("seed", range(3))
+@for_each("seed", range(3))
 def test_hundreds_of_messages_arrive_in_order_whatever_the_network_does(sizes: list[int], seed: int) -> None:
     mail, rng = Mail(sizes, seed, connections=3), np.random.default_rng(seed)
     sent = {rank: [(int(rng.integers(3)), rng.bytes(int(rng.choice(SIZES)))) for _ in range(150)] for rank in (0, 1)}
@@ -265,7 +266,7 @@ def test_a_rank_that_leaves_fails_who_waits_for_it_and_what_it_has_sent_still_co
     mail.nothing_is_left()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(40))
 def test_a_message_arrives_whose_sender_leaves_as_soon_as_its_send_is_over(seed: int) -> None:
     """Word of that may be faster than the message's last chunks."""
     mail = Mail([1, 1], seed)
@@ -394,7 +395,7 @@ def test_no_more_messages_are_announced_than_may_be() -> None:
         from_node_1(mail, flood[-1])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("message", "why"),
     [
         (wire.MessageSent(0, 0, 1, 0, 0, 4, b"abcd"), "rank 0 is not there, or rank 1 not here"),
@@ -416,7 +417,7 @@ def test_a_message_cannot_be_announced_twice() -> None:
         from_node_1(mail, sent)
 
 
-@pytest.mark.parametrize(("start", "nbytes"), [(8990, 11), (9000, 1), (1 << 40, 1)])
+@for_each(("start", "nbytes"), [(8990, 11), (9000, 1), (1 << 40, 1)])
 def test_data_beyond_the_end_of_a_message_is_refused(start: int, nbytes: int) -> None:
     mail = Mail([1, 1])
     from_node_1(mail, wire.MessageSent(0, 1, 0, 0, 0, 9000))
@@ -426,7 +427,7 @@ def test_data_beyond_the_end_of_a_message_is_refused(start: int, nbytes: int) ->
         from_node_1(mail, wire.MessageChunk(key, 0, 0, start, 0), payload=bytes(nbytes))
 
 
-@pytest.mark.parametrize("second", [0, 1000, 4000])
+@for_each("second", [0, 1000, 4000])
 def test_data_of_a_message_that_comes_twice_is_not_taken_for_the_rest_of_it(second: int) -> None:
     mail = Mail([1, 1])
     from_node_1(mail, wire.MessageSent(0, 1, 0, 0, 0, 9000))

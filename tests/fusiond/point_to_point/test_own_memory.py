@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.for_each import for_each
 from tests.fusiond.point_to_point.mail import Mail
 
-both = pytest.mark.parametrize("sizes", [[2], [1, 1]], ids=["a node", "two nodes"])
+both = for_each("sizes", [[2], [1, 1]])
 N = 100_001
 
 
@@ -16,8 +17,8 @@ def data_of(seed: int, nbytes: int = N) -> bytes:
 
 
 @both
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("sender", "receiver"), [(True, True), (True, False), (False, True)])
+@for_each("seed", range(3))
+@for_each(("sender", "receiver"), [(True, True), (True, False), (False, True)])
 def test_a_message_goes_from_and_to_own_memory(sizes: list[int], sender: bool, receiver: bool, seed: int) -> None:
     mail = Mail(sizes, seed)
     sent = [mail.send(0, 1, data_of(number), own=sender) for number in range(3)]
@@ -42,7 +43,7 @@ def test_a_small_message_goes_to_own_memory(sizes: list[int]) -> None:
 
 
 @both
-@pytest.mark.parametrize("whose", ["sender", "receiver"])
+@for_each("whose", ["sender", "receiver"])
 def test_memory_that_cannot_be_reached_fails_both_ends(sizes: list[int], whose: str) -> None:
     mail = Mail(sizes)
     mail.process.end()  # as when the connection ends

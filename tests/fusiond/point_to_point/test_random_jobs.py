@@ -7,9 +7,9 @@ import random
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
 from fusion_rt import wire
+from tests.for_each import for_each
 from tests.fusiond.point_to_point.mail import Mail
 
 LAYOUTS = ([2], [1, 1], [2, 1], [2, 2])
@@ -112,7 +112,7 @@ def received(job: RandomJob) -> list[tuple[Wanted, int, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(40))
 def test_each_is_answered_once_and_streams_keep_their_order(seed: int) -> None:
     job = RandomJob(seed)
     job.run()
@@ -130,7 +130,7 @@ def test_each_is_answered_once_and_streams_keep_their_order(seed: int) -> None:
     job.mail.nothing_is_left()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_without_time_outs_every_stream_is_received_from_its_beginning(seed: int) -> None:
     job = RandomJob(seed)
     job.seconds = lambda: 0.0  # type: ignore[method-assign]

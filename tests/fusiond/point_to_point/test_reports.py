@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fusion_rt import wire
 from fusiond.control.waiting import Survey
+from tests.for_each import for_each
 from tests.fusiond.point_to_point.mail import Mail
 
-LAYOUTS = pytest.mark.parametrize("sizes", [[3], [2, 1]], ids=["a node", "two nodes"])
+LAYOUTS = for_each("sizes", [[3], [2, 1]])
 
 
 def survey(mail: Mail) -> Survey:

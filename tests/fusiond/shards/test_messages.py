@@ -18,6 +18,7 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusiond.shards.messages import joined, pack, pieces, unpack
 from fusiond.shards.reassembly import PartialMessage
+from tests.for_each import for_each
 
 MESSAGE = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)
 CODECS = ["dense", "fp16", "bf16", "topk(density=0.1, minimum=0)", "randomk(density=0.1, minimum=0)", "int8(minimum=0)",
@@ -80,7 +81,7 @@ def test_a_parcel_is_whole_only_if_every_byte_came_once(data: bytes, ranges: lis
             return
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("first", "second"),
     [
         (of(bytes(8), 0, 4), of(bytes(8), 0, 4)),  # twice
@@ -112,7 +113,7 @@ def bucket(dtype: str) -> Layout:
     return Layout(DTYPES[dtype], 4096, (Span("a", 0, 3000), Span("b", 3008, 1088)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@for_each("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("text", CODECS)
 def test_what_is_packed_is_what_the_codec_makes_of_it(text: str, dtype: str) -> None:
     layout, codec = bucket(dtype), codecs.parse(text)

@@ -14,6 +14,7 @@ from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.local import array_codec
 from fusiond.shards import mirrors
 from fusiond.shards.history import ToMirror
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import SGD, Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -117,7 +118,7 @@ def by_numpy(start: Array, steps: int, ranks: int) -> tuple[Array, Array]:
     return value, velocity
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(40))
 def test_whichever_node_is_lost_all_shards_have_the_step_that_somebody_has_or_none_has_it(seed: int) -> None:
     choice = random.Random(seed)
     layout = choice.choice([[1, 1], [2, 2], [1, 1, 2], [1, 1, 1, 1]])
@@ -167,7 +168,7 @@ def carried(state: State, ranks: int) -> Array:
     return np.rint(-ranks * state["value"] + state.get("aux/carried", np.zeros(1)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 @pytest.mark.parametrize(("codec", "rounding"), [("topk(density=0.25, minimum=2)", 0), ("int8", 1e-4)])
 def test_a_step_that_is_left_out_takes_back_what_codecs_have_sent_of_it(codec: str, rounding: float, seed: int) -> None:
     """All gradients of steps that count are in the shards, or wait to be sent; none of the step that is left out is."""
@@ -202,7 +203,7 @@ def test_a_step_that_is_left_out_takes_back_what_codecs_have_sent_of_it(codec: s
             np.testing.assert_allclose(found, elements(workers, bucket, given), rtol=0, atol=rounding)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 @pytest.mark.parametrize(
     ("algorithm", "bits"),
     [
@@ -251,7 +252,7 @@ def test_what_was_answered_counts_after_a_loss_and_nothing_counts_twice(
             assert not counted & ~posted
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -356,7 +357,7 @@ def update_for(workers: Workers, node: int) -> tuple[wire.Piece, memoryview]:
     return piece, payload
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "why"),
     [
         ({"nbytes": 8}, "has 8 bytes instead of"),
@@ -386,7 +387,7 @@ def test_a_node_that_is_no_mirror_of_a_shard_takes_no_update_of_it() -> None:
         workers.job.nodes[0].engine.homes._server.mirrored(1, wire.Mirrored(workers.plan.id, bucket, 1))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("image", "why"),
     [
         (memoryview(bytes(64)), "damaged"),

@@ -15,6 +15,7 @@ from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
 from fusiond.shards import ParameterService
 from fusiond.shards.hosted_home import HostedHome
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -64,7 +65,7 @@ def train(workers: Workers, steps: range, order: tuple[int, ...] = (0, 1, 2, 3))
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@for_each("seed", range(3))
 def test_a_parcel_may_come_in_many_pieces_and_in_any_order(seed: int) -> None:
     whole = Workers([2, 2], "bsp", START, RATE)
     cut = Workers([2, 2], "bsp", START, RATE, job=SimulatedJob([2, 2], seed, chunk_bytes=64, connections=3))
@@ -109,7 +110,7 @@ def test_what_is_of_another_epoch_or_of_an_old_plan_is_not_looked_at() -> None:
     assert box_at(workers, 0).home.version == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "why"),
     [
         ({"bucket": 9}, "no post of rank 1 for bucket 9 can come from it"),
@@ -138,7 +139,7 @@ def test_a_piece_that_no_node_would_send_is_refused(changes: dict[str, object], 
     assert box_at(workers, 0).home.version == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "why"),
     [
         ({"notes": ()}, "which say nothing"),
@@ -261,7 +262,7 @@ def test_a_mean_that_nobody_asked_for_is_not_taken() -> None:
 # --- plans come and go ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 @pytest.mark.parametrize("algorithm", ["asp", "bsp", "dpsgd(topology='ring')"])
 def test_a_plan_is_replaced_while_threads_are_at_its_homes(algorithm: str, seed: int) -> None:
     start = np.zeros(100_000, np.float32)  # so large that threads do the work
@@ -512,7 +513,7 @@ ROUNDS = [
 ]
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["after the plan", "before the plan"])
+@for_each("early", [False, True])
 @pytest.mark.parametrize(("algorithm", "codec", "optimizer"), ROUNDS, ids=[row[0] for row in ROUNDS])
 def test_another_job_goes_on_from_a_state(
     algorithm: str, codec: str, optimizer: wire.OptimizerSpec | None, early: bool
@@ -555,7 +556,7 @@ def test_a_state_has_residuals_the_optimizer_and_what_the_algorithm_remembers() 
     assert {"optimizer/0/exp_avg", "optimizer/0/exp_avg_sq", "optimizer/0/step"} <= keys
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "why"),
     [
         (lambda s: {"nonsense": s["home:0:-1:value"]}, "'nonsense' cannot be in a saved state"),
@@ -639,8 +640,8 @@ def test_ranks_that_are_told_the_same_share_a_copy_of_it(algorithm: str, copies:
         assert len({id(copy) for copy in answers[bucket]}) == copies
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("copies", [1, 2])
+@for_each("seed", range(6))
+@for_each("copies", [1, 2])
 @pytest.mark.parametrize("algorithm", ["hogwild", "asp"])
 def test_nothing_is_taken_in_while_homes_are_copied(algorithm: str, copies: int, seed: int) -> None:
     start = np.zeros(100_000, np.float32)

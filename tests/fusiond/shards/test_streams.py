@@ -10,6 +10,7 @@ import pytest
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.codecs import layout_of
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -177,7 +178,7 @@ def test_a_rank_that_goes_on_from_another_ranks_copy_comes_to_what_the_home_has_
 # --- what an algorithm knows of each rank -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("survives", [False, True], ids=["", "mirrored"])
+@for_each("survives", [False, True])
 @by_codec
 def test_delay_compensation_is_from_what_each_rank_has(ranks: int, codec: str, survives: bool) -> None:
     """At the home, and at its mirror, which takes the same steps."""

@@ -6,13 +6,13 @@ import json
 from collections import defaultdict
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt.tracing.format import NOBODY, Kind
 from fusiond.timeline.ring_follower import Event, Gap
 from fusiond.timeline.writer import Order, TimelineWriter
+from tests.for_each import for_each
 
 TWO_NODES = Order("t.json", nodes=((0, 1), (2, 3)))
 
@@ -240,7 +240,7 @@ def test_any_name_is_escaped(name: str, dtype: str) -> None:
     assert array[-1]["args"]["dtype"] == dtype
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_whatever_happens_rows_nest(seed: int) -> None:
     import random
 

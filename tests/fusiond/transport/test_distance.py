@@ -10,13 +10,14 @@ from hypothesis import given, settings
 
 from fusion_rt.core.cost import CostModel
 from fusiond.transport.distance import MOST_CONNECTIONS, Costs, Pipe, connections, pairs, ring_order, time_of
+from tests.for_each import for_each
 
 
 def link(round_trip_ms: float, mbit: float) -> CostModel:
     return CostModel(round_trip_ms / 2e3, 8e-6 / mbit)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("round_trip_ms", "mbit", "wanted"),
     [
         (0.1, 10_000, 1),  # a local network has one, however fast it is
@@ -93,7 +94,7 @@ def test_credit_keeps_its_bounds_whatever_arrives(steps: list[tuple[float, int, 
         assert 50_000 <= pipe.acknowledged(now, arrived, waiting) <= 1 << 20
 
 
-@pytest.mark.parametrize("count", range(0, 12))
+@for_each("count", range(0, 12))
 def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(count: int) -> None:
     nodes = [3 * n + 1 for n in range(count)]
     rounds = pairs(nodes)

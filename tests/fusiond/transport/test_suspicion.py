@@ -8,6 +8,7 @@ from statistics import NormalDist
 import pytest
 
 from fusiond.transport.peers import INTERVALS, PHI, AwakeClock, Suspicion
+from tests.for_each import for_each
 
 INTERVAL, MOST = 0.1, 10.0
 
@@ -29,7 +30,7 @@ def test_until_enough_is_known_the_limit_is_the_setting() -> None:
     assert beaten([INTERVAL] * 10)[0].limit < MOST
 
 
-@pytest.mark.parametrize(("interval", "most", "least"), [(0.1, 10, 5), (1.0, 10, 5), (1.0, 6, 5), (1.0, 3, 3)])
+@for_each(("interval", "most", "least"), [(0.1, 10, 5), (1.0, 10, 5), (1.0, 6, 5), (1.0, 3, 3)])
 def test_a_regular_peer_gets_half_the_setting_and_some_heartbeats(interval: float, most: float, least: float) -> None:
     assert beaten([interval] * 50, interval, most)[0].limit == pytest.approx(least)
     assert least >= min(most, INTERVALS * interval)
@@ -107,7 +108,7 @@ def test_a_loop_that_is_a_little_late_is_no_pause() -> None:
     assert awake.paused == 0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_a_peer_that_is_cut_off_is_noticed_in_time_and_one_that_is_only_late_is_not_given_up(seed: int) -> None:
     chooser = random.Random(seed)
     suspicion, now = beaten([chooser.uniform(0.05, 0.6) for _ in range(200)])

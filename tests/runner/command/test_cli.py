@@ -16,6 +16,7 @@ from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.decisions.limits import Limits
 from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan
 from fusion_rt.units import MIB
+from tests.for_each import for_each
 
 
 def plan_of(*arguments: str) -> LaunchPlan:
@@ -44,7 +45,7 @@ def test_without_np_every_slot_is_used(tmp_path: Path) -> None:
     assert plan_of("-hostfile", str(hostfile), "x").places.topology.size == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "number"),
     [("", 6), ("-np 3", 3), ("--max-np 4", 4), ("--max-np 9", 6), ("-np 3 --max-np 4", 3)],
 )
@@ -52,7 +53,7 @@ def test_the_number_of_workers(line: str, number: int) -> None:
     assert plan_of("-H", "a:4,b:2", *line.split(), "x").places.size == number
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "complaint"),
     [
         ("--min-np 4 --max-np 3", "--min-np 4 is above --max-np 3"),
@@ -194,7 +195,7 @@ def test_how_membership_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (plan.elastic.limits.timeout, plan.elastic.limits.wanted) == (7.0, 2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("flags", "complaint"),
     [
         ("--blacklist-cooldown-range 5 x", "--blacklist-cooldown-range: '5 x' is not two durations"),

@@ -14,6 +14,7 @@ from fusion_rt.knobs import GROUPS
 from fusion_rt.runner.command.flags import choices_in, make_parser
 from fusion_rt.runner.command.option_values import Choices
 from fusion_rt.settings import KNOBS
+from tests.for_each import for_each
 
 
 def parsed(line: str) -> Choices:
@@ -132,12 +133,12 @@ VARIABLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "name", "value"), OPTIONS, ids=[line for line, _, _ in OPTIONS])
+@for_each(("line", "name", "value"), OPTIONS)
 def test_flags_that_are_for_the_launcher(line: str, name: str, value: object) -> None:
     assert parsed(f"{line} python x.py")[name] == value
 
 
-@pytest.mark.parametrize(("line", "variable", "value"), VARIABLES, ids=[line for line, _, _ in VARIABLES])
+@for_each(("line", "variable", "value"), VARIABLES)
 def test_flags_that_become_variables(line: str, variable: str, value: str) -> None:
     assert parsed(f"{line} python x.py").variables() == {variable.encode(): value.encode()}
 
@@ -148,7 +149,7 @@ def test_every_flag_of_the_table_is_tested_here() -> None:
     assert {flag for knob in KNOBS for flag in knob.flags + knob.off} - ours <= tested
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("short", "name", "value"),
     [
         ("--slots 2", "slots_per_host", 2),
@@ -170,7 +171,7 @@ def test_flags_may_be_abbreviated(short: str, name: str, value: object) -> None:
     assert parsed(f"{short} python x.py")[name] == value
 
 
-@pytest.mark.parametrize(
+@for_each(
     "line",
     [
         "-np 2 python x.py --log FILE -n 3 --verbose",
@@ -193,7 +194,7 @@ def test_what_is_not_given_has_its_default() -> None:
     assert (choices["slots_per_host"], choices["num_proc"], choices["hosts"]) == (1, None, None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "complaint"),
     [
         ("-H a --hostfile f", "-H and -hostfile cannot be given together: each says where the workers run"),
@@ -213,7 +214,7 @@ def test_what_cannot_be_used_is_refused(line: str, complaint: str) -> None:
         parsed(f"{line} python x.py")
 
 
-@pytest.mark.parametrize("pair", ["autotune", "stall-check", "hierarchical-allreduce", "log-hide-timestamp"])
+@for_each("pair", ["autotune", "stall-check", "hierarchical-allreduce", "log-hide-timestamp"])
 def test_a_switch_cannot_be_on_and_off(pair: str) -> None:
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as caught:

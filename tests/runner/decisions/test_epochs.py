@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 
-import pytest
-
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.decisions.blacklist import Blacklist
 from fusion_rt.runner.decisions.epochs import Epochs
@@ -14,6 +12,7 @@ from fusion_rt.runner.decisions.host_list import Host, parse_hosts
 from fusion_rt.runner.decisions.limits import Limits
 from fusion_rt.runner.decisions.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
 from fusion_rt.runner.decisions.places import Place, Places
+from tests.for_each import for_each
 
 COOLDOWN_S = 10.0
 KEY = "k" * 40
@@ -1341,7 +1340,7 @@ def test_news_of_an_epoch_that_is_over_is_none() -> None:
     assert world.ended == []
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_whatever_happens_the_state_survives_and_the_job_comes_to_an_end(seed: int) -> None:
     rng = random.Random(seed)
     names = "abcd"

@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.decisions.fixed import QUOTED_S, SETTLE_S, Fixed
 from fusion_rt.runner.decisions.host_list import parse_hosts
 from fusion_rt.runner.decisions.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
 from fusion_rt.runner.decisions.places import fill
+from tests.for_each import for_each
 
 START_S = 30.0
 ECHO = "HorovodInternalError: rank 1 is gone"
@@ -73,7 +72,7 @@ def test_a_job_whose_workers_have_all_ended_well_is_over() -> None:
     assert world.ended == []
 
 
-@pytest.mark.parametrize(("stderr", "seconds"), [("ValueError: boom", SETTLE_S), (ECHO, SETTLE_S), (QUOTE, QUOTED_S)])
+@for_each(("stderr", "seconds"), [("ValueError: boom", SETTLE_S), (ECHO, SETTLE_S), (QUOTE, QUOTED_S)])
 def test_after_a_failure_the_others_have_time_to_tell_theirs(stderr: str, seconds: float) -> None:
     world = World().up()
     world.fail("b", stderr=stderr)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.decisions.host_list import MAX_SLOTS, Host, parse_hostfile, parse_hosts
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "hosts"),
     [
         ("a", (Host("a"),)),
@@ -30,7 +31,7 @@ def test_hosts_are_read(text: str, hosts: tuple[Host, ...]) -> None:
     assert parse_hosts(text) == hosts
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "complaint"),
     [
         ("", "'' is not a host"),
@@ -85,7 +86,7 @@ def test_a_batch_systems_file_with_a_line_per_slot_adds_up() -> None:
     assert parse_hostfile("n1\nn1\nn2\nn2\nn1\n") == (Host("n1", 3), Host("n2", 2))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "complaint"),
     [
         ("a slots", "'slots' is not understood"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fusion_rt.core.errors import DIED
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.runner.decisions.outcome import (
@@ -16,6 +14,7 @@ from fusion_rt.runner.decisions.outcome import (
     in_short,
     tell,
 )
+from tests.for_each import for_each
 
 TRACEBACK = """some warning
 Traceback (most recent call last):
@@ -61,7 +60,7 @@ def test_the_first_failure_is_the_cause() -> None:
     assert first_cause([worker(2), worker(1)]).tell()[-1].startswith("fusionrun: rank 2 ")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "real",
     [worker(3), worker(3, status=-9, stderr=""), HostFailure("c", ("gone",)), DaemonFailure("c", -9, "", "rank 3")],
 )
@@ -109,7 +108,7 @@ def test_a_worker_killed_while_it_reported_an_echo_is_no_echo() -> None:
     assert not worker(0, status=-9, stderr=ECHO).echo
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("status", "code", "words"),
     [
         (3, 3, "ended with status 3 and printed nothing"),

@@ -18,6 +18,7 @@ from fusion_rt.runner.decisions.places import (
     fill,
     shard_host_names,
 )
+from tests.for_each import for_each
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 1)
 
@@ -69,7 +70,7 @@ def test_survivors_elsewhere_are_not_counted() -> None:
     assert assign([], [("a", 0)]) is None
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_each("seed", range(200))
 def test_what_holds_for_any_hosts_and_survivors(seed: int) -> None:
     rng = random.Random(seed)
     hosts = [Host(name, rng.randint(1, 4)) for name in rng.sample("abcdef", rng.randint(1, 6))]
@@ -140,7 +141,7 @@ def test_without_shard_hosts_nothing_is_added() -> None:
     assert shard_host_names("") == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "why"),
     [
         ("c,c", "host c is named twice; name it once"),

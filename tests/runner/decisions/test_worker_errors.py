@@ -5,11 +5,10 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
-import pytest
-
 from fusion_rt.core.errors import DIED, HorovodInternalError
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.runner.decisions.worker_errors import echo_of, in_a_line, last_error
+from tests.for_each import for_each
 
 TRACEBACK = """some warning
 Traceback (most recent call last):
@@ -69,7 +68,7 @@ def caught(function: Callable[[], None]) -> Callable[[], None]:
     return main
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stderr", "error"),
     [
         ("", ""),
@@ -87,7 +86,7 @@ def test_the_line_that_says_what_went_wrong_is_found(stderr: str, error: str) ->
     assert last_error(stderr) == error
 
 
-@pytest.mark.parametrize("function", [boom, wrapped, deep])
+@for_each("function", [boom, wrapped, deep])
 def test_an_echo_of_any_traceback_is_told_from_a_cause(function: Callable[[], None]) -> None:
     cause = printed(function)
     assert echo_of(cause) == 0

@@ -16,6 +16,7 @@ from fusion_rt.runner.decisions.places import fill
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.remote_shell import agent_argv, agent_environment, check_template, explain, is_remote
 from fusion_rt.settings import Settings
+from tests.for_each import for_each
 
 AGENT = [sys.executable, "-m", "fusion_rt.runner.agent"]
 
@@ -102,7 +103,7 @@ def test_an_rsh_agent_reaches_even_this_machine() -> None:
     assert agent_argv(plan, plan.places.hosts[0])[:2] == ["my", "localhost"]
 
 
-@pytest.mark.parametrize("template", ["ssh", "{host}", "ssh 'oops {host}"])
+@for_each("template", ["ssh", "{host}", "ssh 'oops {host}"])
 def test_a_template_without_a_place_for_the_host_is_refused(template: str) -> None:
     with pytest.raises(SettingError, match="--rsh-agent"):
         check_template(template)
@@ -116,7 +117,7 @@ def test_a_local_agent_keeps_out_of_the_working_directory_but_finds_relative_pat
     assert environ[b"PATH"] == os.environb[b"PATH"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("status", "words", "sentence"),
     [
         (255, "x\nssh: Could not resolve hostname a.\n", "with `ssh a`: ssh: Could not resolve hostname a"),

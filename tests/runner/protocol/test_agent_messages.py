@@ -11,6 +11,7 @@ from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import Abandon, Endpoint, EpochOver, PeerTable, Reform, decode_line, encode_line
 from fusion_rt.runner.protocol import agent_messages
+from tests.for_each import for_each
 
 ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "k" * 40)
 EPOCH = agent_messages.Epoch(2, 0, Topology(("a", "b"), ((0, 1), ())), (0, 3))
@@ -51,7 +52,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("message", FROM_AGENT)
+@for_each("message", FROM_AGENT)
 def test_a_message_of_an_agent_survives_its_line(message: agent_messages.FromAgent) -> None:
     line = encode_line(message)
     assert line.startswith(agent_messages.LINE_START)
@@ -59,7 +60,7 @@ def test_a_message_of_an_agent_survives_its_line(message: agent_messages.FromAge
     assert agent_messages.decode_from_agent(line) == message
 
 
-@pytest.mark.parametrize("message", COMMANDS)
+@for_each("message", COMMANDS)
 def test_a_command_survives_its_line(message: agent_messages.Command) -> None:
     assert agent_messages.decode_command(encode_line(message)) == message
 
@@ -79,7 +80,7 @@ def test_a_full_piece_of_output_fits_into_a_line() -> None:
     assert len(line) < agent_messages.MAX_AGENT_LINE
 
 
-@pytest.mark.parametrize(
+@for_each(
     "line",
     [
         b"",

@@ -20,6 +20,7 @@ from fusion_trace.read.choice import ChoiceError, StepRange
 from fusion_trace.read.job import JobTrace
 from tests.diagnosis.generator import MS as EXACT_MS
 from tests.diagnosis.generator import Fault, Shape, make
+from tests.for_each import for_each
 from tests.tools.synthetic import MS, Job, S, simulate
 
 HALF = 24
@@ -256,7 +257,7 @@ def test_slow_steps_that_are_rare_are_found_in_the_mean() -> None:
     assert f"mean {mean / np.mean(before.measures['step']):+.1%}" in told.what
 
 
-@pytest.mark.parametrize("shape", [{}, {"hiccups": 0.05, "hiccup": 40 * EXACT_MS}, {"common": 0.1, "noise": 0.1}])
+@for_each("shape", [{}, {"hiccups": 0.05, "hiccup": 40 * EXACT_MS}, {"common": 0.1, "noise": 0.1}])
 def test_runs_of_equal_distribution_pass(shape: dict[str, float]) -> None:
     runs = [diff.samples(make(replace(SHAPE, **shape, seed=seed)).trace) for seed in range(9)]  # type: ignore[arg-type]
     told = [diff.gate(compare(*pair), 0.05) for pair in pairwise(runs)]

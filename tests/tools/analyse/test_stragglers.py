@@ -17,6 +17,7 @@ from fusion_trace.read.choice import StepRange
 from fusion_trace.report import stragglers_page
 from fusion_trace.report.wording import duration
 from tests.diagnosis.generator import Fault, Shape, make
+from tests.for_each import for_each
 from tests.tools.synthetic import MS, Job, S, Straggler, simulate
 
 CAUSES = ("compute", "negotiation", "queue", "wire")
@@ -206,9 +207,7 @@ def test_costs_never_add_up_to_more_than_the_time_that_was_lost() -> None:
         assert sum(finding.lost for finding in find(made.trace)) < made.took
 
 
-@pytest.mark.parametrize(
-    ("processors", "named"), [(0, [1]), (2, []), (16, [1])], ids=["hosts", "one host", "a large one"]
-)
+@for_each(("processors", "named"), [(0, [1]), (2, []), (16, [1])])
 def test_which_daemon_waits_for_a_processor_of_a_full_machine_is_nobodys_fault(
     processors: int, named: list[int]
 ) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import chain, pairwise
 
 import numpy as np
-import pytest
 
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.analyse.overlap import PARTS, partitions
@@ -25,6 +24,7 @@ from fusion_trace.read.span_columns import (
     without,
 )
 from tests.diagnosis.generator import MS, Shape, make
+from tests.for_each import for_each
 from tests.tools import plain_spans
 from tests.tools.plain_spans import pairs, phases, script, within
 
@@ -33,7 +33,7 @@ def listed(found: SpanSet) -> tuple[Span, ...]:
     return tuple(Span(*each) for each in zip(found.begin.tolist(), found.end.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_sets_of_spans_are_joined_cut_and_measured_alike(seed: int) -> None:
     generator = np.random.default_rng(seed)
     begins = [generator.integers(0, 60, generator.integers(0, 20)) for _ in range(2)]
@@ -58,7 +58,7 @@ def scrambled(process: Process, generator: np.random.Generator) -> Process:
     return replace(process, records=records)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_begins_and_ends_are_paired_alike(seed: int) -> None:
     generator = np.random.default_rng(seed)
     records = np.zeros(200, RECORD_DTYPE)
@@ -125,7 +125,7 @@ def one_by_one(trace: JobTrace) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_steps_and_traffic_of_seeded_jobs_are_those_of_their_operations_also_where_records_are_lost(seed: int) -> None:
     generator = np.random.default_rng(seed)
     shape = Shape(nodes=1 + seed % 3, ranks_per_node=1 + seed % 2, steps=12, loss=bool(seed % 2), skews={1: 3 * MS})

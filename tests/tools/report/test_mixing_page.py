@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from fusion_rt.core.mixing import parse
 from fusion_trace.cli import app, main
 from fusion_trace.report.mixing_page import drawing, fits, speed
+from tests.for_each import for_each
 
 
 def run(*arguments: str) -> Any:
@@ -135,8 +136,8 @@ def test_the_module_runs_as_a_command() -> None:
     assert "Who takes" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["ring", "exponential", "torus", "bipartite"])
-@pytest.mark.parametrize("ranks", [6, 9, 16])
+@for_each("name", ["ring", "exponential", "torus", "bipartite"])
+@for_each("ranks", [6, 9, 16])
 def test_the_steps_told_are_what_mixing_needs(name: str, ranks: int) -> None:
     """The farthest start is at a tenth of its distance after so many steps, and not a step earlier."""
     mixing = parse(name, ranks)
@@ -163,8 +164,8 @@ def test_algorithms_that_fit_have_no_reason() -> None:
     assert "rank 2" in fits(parse("hypercube", 8))["AD-PSGD"]
 
 
-@pytest.mark.parametrize("ranks", range(1, 25))
-@pytest.mark.parametrize("name", ["ring", "complete", "one-peer-exponential"])
+@for_each("ranks", range(1, 25))
+@for_each("name", ["ring", "complete", "one-peer-exponential"])
 def test_all_ranks_stand_on_the_circle_once(name: str, ranks: int) -> None:
     lines = drawing(parse(name, ranks), None).splitlines()[1:]
     words = " ".join(lines).replace(".", " ").replace("o", " ").split()

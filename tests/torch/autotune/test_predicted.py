@@ -17,6 +17,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.torch.autotune.director import Circumstances, Director, Step
 from fusion_rt.torch.autotune.predicted import Predicted
 from fusion_rt.units import MIB
+from tests.for_each import for_each
 from tests.torch.autotune.fakes import TENSORS, circumstances
 
 COMPUTING = 0.1
@@ -89,8 +90,8 @@ def test_what_is_measured_counts_and_not_what_was_predicted() -> None:
     assert len(lossy) == len(set(lossy))  # what is slow is tried once; what is as fast as the default is measured again
 
 
-@pytest.mark.parametrize("level", ["lossless", "lossy", "async"])
-@pytest.mark.parametrize("seed", range(5))
+@for_each("level", ["lossless", "lossy", "async"])
+@for_each("seed", range(5))
 def test_what_is_kept_was_the_fastest_of_what_was_tried_or_changes_less(level: str, seed: int) -> None:
     where = circumstances(seconds_per_byte=8e-8, may_be_late=True)
     draw = random.Random(seed)
@@ -155,7 +156,7 @@ def test_links_that_carry_less_than_was_measured_are_noticed() -> None:
     assert plans[1].codec == TOPK
 
 
-@pytest.mark.parametrize("speed", [8e-11, 8e-9, 8e-8])
+@for_each("speed", [8e-11, 8e-9, 8e-8])
 def test_lossless_changes_neither_codec_nor_when_updates_are_applied(speed: float) -> None:
     where = circumstances(seconds_per_byte=speed, may_be_late=True)
     for plan in follow(pilot_of(settings("lossless"), where), steps_as_predicted(truth(where, speed)), 6):
@@ -179,7 +180,7 @@ def test_async_makes_updates_late_where_that_helps() -> None:
     assert {plan.codec for plan in plans} == {"dense", "fp16"}, "it would not be hidden without a codec"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "change",
     [
         {"reduction": wire.Reduction(codec="fp16")},
@@ -187,7 +188,6 @@ def test_async_makes_updates_late_where_that_helps() -> None:
         {"tensors": (wire.TensorSpec("w", "int64", (1 << 20,)),)},
         {"tensors": (wire.TensorSpec("w", "float32", (1 << 20,), sparse=1),)},
     ],
-    ids=str,
 )
 def test_what_cannot_or_shall_not_be_compressed_is_not(change: dict[str, Any]) -> None:
     where = replace(circumstances(seconds_per_byte=8e-7), **change)

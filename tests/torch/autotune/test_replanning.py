@@ -5,13 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from fusion_rt import wire
 from fusion_rt.choice.codec_costs import ALLREDUCE
 from fusion_rt.core.topology import ProcessSet, Topology
 from fusion_rt.torch.autotune.director import Circumstances, Director, Sample, Step
 from fusion_rt.torch.autotune.replanning import Replanning
+from tests.for_each import for_each
 from tests.torch.autotune.fakes import TENSORS
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
@@ -127,7 +126,7 @@ def test_steps_are_timed_from_end_to_end() -> None:
     assert job.ranks[0].director.steps[1:] == [Step(1.0, 0.25, 1.0)] * 3
 
 
-@pytest.mark.parametrize("away", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
+@for_each("away", [(0,), (1,), (2,), (0, 1), (1, 2)])
 def test_after_a_join_all_propose_by_a_number_that_all_know(away: tuple[int, ...]) -> None:
     job = Job([3] * 10)
     for _ in range(2):

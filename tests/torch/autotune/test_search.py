@@ -13,6 +13,7 @@ import pytest
 from fusion_rt.choice.candidates import Setting, Space
 from fusion_rt.torch.autotune.search import AutotuneError, OptunaSampler, Search
 from fusion_rt.units import KIB, MIB
+from tests.for_each import for_each
 from tests.torch.autotune.fakes import DEFAULT
 
 SPACE = Space.around(DEFAULT, nbytes=100 * MIB, nodes=4, cores=4, largest_chunk=2 * MIB)
@@ -59,7 +60,7 @@ def test_sizes_of_buckets_come_first_the_nearest_to_the_default_before_others() 
     assert [abs(SPACE.values["threshold"].index(setting.threshold) - where) for setting in asked] == [0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(("noise", "again"), [(0.0, 0), (0.5, 2), (1.0, 4)])
+@for_each(("noise", "again"), [(0.0, 0), (0.5, 2), (1.0, 4)])
 def test_the_more_noise_the_more_is_measured_again(noise: float, again: int) -> None:
     settings = others(20)
     search = Search(SPACE, Script(settings), 12, noise)
@@ -92,7 +93,7 @@ def test_the_default_wins_unless_another_one_is_better() -> None:
     assert search.best == DEFAULT
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_the_winner_is_never_measured_to_be_worse_than_the_default(seed: int) -> None:
     noise = random.Random(seed)
     search = Search(SPACE, OptunaSampler(SPACE, 4, seed), 20, 0.8)
@@ -110,7 +111,7 @@ def test_what_is_known_is_told_instead_of_measured_again() -> None:
     assert set(sampler.told[3:]) == {2.0, 3.0}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_optuna_finds_the_bowl(seed: int) -> None:
     """A smooth function of buckets and chunks, and a wrong kind of all-reduce: within 30 samples, nearly the best."""
 

@@ -22,6 +22,7 @@ from fusion_rt.torch.autotune.director import Circumstances, Director, Step
 from fusion_rt.torch.autotune.predicted import Predicted
 from fusion_rt.units import MIB
 from fusiond.transport.distance import ring_order, time_of
+from tests.for_each import for_each
 
 Links = dict[tuple[int, int], CostModel]
 
@@ -103,8 +104,8 @@ def settled(matrix: Links, level: str, step: Callable[[Setting], float], steps: 
     raise AssertionError("it has not come to an end")
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("level", LEVELS)
+@for_each("network", NETWORKS)
 def test_the_choice_is_within_five_percent_of_the_best_of_a_sweep(network: str, level: str) -> None:
     where = conditions(NETWORKS[network])
     chosen, why = settled(NETWORKS[network], level, lambda setting: prediction.predict(where, setting).step)
@@ -117,7 +118,7 @@ def test_the_choice_is_within_five_percent_of_the_best_of_a_sweep(network: str, 
     assert why.count(".") - sum(part.count(".") for part in why.split() if not part.endswith(".")) == 1, "one sentence"
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_the_choice_sends_no_more_than_its_links_carry_in_a_step(network: str) -> None:
     """By hand: bytes by the slowest link, beside which nothing but overheads may be waited for."""
     where = conditions(NETWORKS[network])
@@ -137,9 +138,9 @@ def test_a_slow_pair_that_a_ring_leaves_out_costs_a_ring_nothing() -> None:
     assert "left out of a ring, whose links carry 1000 Mbit/s" in why
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("network", ["1 Gbit/s", "10 Mbit/s"])
+@for_each("level", LEVELS)
+@for_each("seed", range(8))
+@for_each("network", ["1 Gbit/s", "10 Mbit/s"])
 def test_it_is_never_worse_than_the_default_by_more_than_five_percent(network: str, seed: int, level: str) -> None:
     """Hosts do nothing as predicted: each setting takes what chance says, give or take 1 %, and the first steps of the
     job twice that."""

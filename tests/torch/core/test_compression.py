@@ -12,6 +12,7 @@ import fusion_rt.torch as hvd
 from fusion_rt.codecs import CODECS, CodecError, parse
 from fusion_rt.torch.core.compressors import codec_of
 from fusion_rt.torch.optimizer import check_codec
+from tests.for_each import for_each
 
 
 def test_every_codec_has_a_function() -> None:
@@ -28,7 +29,7 @@ def test_arguments_are_those_of_the_text() -> None:
     assert codec_of(hvd.Compression.powersgd(rank=2)) == "powersgd(rank=2)"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "arguments", "why"),
     [
         ((0,), {}, "above 0 and at most 1"),

@@ -16,6 +16,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.torch.core.process_sets import register
 from fusion_rt.torch.core.provisional import provisional
 from fusion_rt.torch.core.runtime import enter, leave
+from tests.for_each import for_each
 
 WHERE = Environment(2, 3, 0, "job", 1, "/nowhere/sock")
 
@@ -39,7 +40,7 @@ def test_it_has_the_ranks_that_it_is_to_have() -> None:
     hvd.init()  # once more
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options", [{}, {"compression": "topk(density=0.1)"}, {"algorithm": "bsp"}, {"algorithm": "local_sgd(steps=4)"}]
 )
 def test_everything_is_built_and_the_state_is_saved(options: dict[str, Any]) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 import fusion_rt.torch as hvd
 from fusion_rt.torch.elastic.commits import Commits, agreed
+from tests.for_each import for_each
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 from tests.torch.elastic.test_carried import assert_equal, by_numpy, train
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_each("seed", range(200))
 def test_wherever_a_loss_interrupts_a_commit_all_who_are_left_have_the_one_they_agree_on(seed: int) -> None:
     """Ranks save, exchange mirrors, and meet, each at its own pace; of the operations of all ranks a rank is through
     when all have begun them, and if one is lost the others may be through already."""

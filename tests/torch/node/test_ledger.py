@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from fusion_rt.torch.node.ledger import REFUSED, Ledger, State
+from tests.for_each import for_each
 
 
 def enrolled(steps: tuple[int, ...] = (0, 0, 0)) -> State:
@@ -41,7 +41,7 @@ def test_it_begins_after_the_latest_step_in_which_a_rank_has_enrolled() -> None:
         assert [state.decide(0, step) for step in (6, 7, 8, 9)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "offers",
     [
         ("nccl:gpu0", "nccl:gpu0"),
@@ -58,7 +58,7 @@ def test_ranks_that_share_a_device_or_cannot_do_it_leave_it_to_the_daemon(offers
     assert not any(state.decide(position, step) for position in range(2) for step in range(4))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_all_ranks_decide_alike_whenever_one_withdraws(seed: int) -> None:
     """Ranks decide step after step, none more than one ahead of another, as results need all of them."""
     choose = np.random.default_rng(seed)

@@ -11,13 +11,14 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt import algorithms
 from fusion_rt.torch.ops.digests import differences, digest
+from tests.for_each import for_each
 from tests.harness import on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.complex64]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 13, 1024])
+@for_each("dtype", DTYPES)
+@for_each("count", [1, 2, 3, 4, 8, 13, 1024])
 def test_a_digest_changes_with_each_element(dtype: torch.dtype, count: int) -> None:
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(count)).mul(9).to(dtype)
     before = int(digest(tensor))

@@ -15,6 +15,7 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.torch.sync.parameters import optimizer_spec
 from fusion_rt.torch.sync.weights import Weights, not_finite
+from tests.for_each import for_each
 from tests.harness import Job, on_ranks
 from tests.torch.training import assert_equal_on_all_ranks, assert_same, batch_of, loss_of, make_model
 
@@ -296,7 +297,7 @@ SET: dict[str, Callable[[torch.nn.Parameter], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", SET)
+@for_each("how", SET)
 def test_weights_that_were_set_are_noticed_however_they_were_set(how: str) -> None:
     slots: list[Any] = [Slot("a", layer(1.0, float("nan"))), Slot("b", layer(1.0, 2.0))]
     weights = Weights()
@@ -308,7 +309,7 @@ def test_weights_that_were_set_are_noticed_however_they_were_set(how: str) -> No
     assert weights.changed() == ""
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@for_each("bad", [float("nan"), float("inf"), -float("inf")])
 def test_the_parameter_whose_gradient_is_not_finite_is_named(bad: float) -> None:
     slots: list[Any] = [Slot(name, layer(1.0, 2.0, 3.0)) for name in "abcd"]
     slots[0].parameter.grad = torch.full((3,), 3e38)  # whose norm would overflow

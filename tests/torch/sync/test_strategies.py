@@ -19,6 +19,7 @@ from fusion_rt.torch.sync.scales.conversion import Units
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.when import When
 from fusiond.control.planning import make_plan
+from tests.for_each import for_each
 
 
 def test_whoever_leads_after_a_join_leads_on_as_long_as_it_has_missed_nothing() -> None:
@@ -119,9 +120,7 @@ def test_the_residual_of_a_parameter_whose_rate_is_0_stays_what_it_is() -> None:
     assert units.factors(slots) == (), "daemons are told once"
 
 
-@pytest.mark.parametrize(
-    ("hooks", "expected"), [([7, 1, 2], [1, 2, 7]), ([1, 7], [1, 7]), ([7], [7]), ([1, 2], [1, 2])], ids=str
-)
+@for_each(("hooks", "expected"), [([7, 1, 2], [1, 2, 7]), ([1, 7], [1, 7]), ([7], [7]), ([1, 2], [1, 2])])
 def test_the_hook_of_a_gradient_comes_after_all_others_unless_it_was_taken_off(
     hooks: list[int], expected: list[int]
 ) -> None:

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from fusion_rt.torch.contrib.kfac.assignment import assign, decomposition_cost
+from tests.for_each import for_each
 
 
 def loads(costs: dict[str, float], owners: dict[str, int], ranks: list[int]) -> list[float]:
@@ -25,7 +26,7 @@ def test_the_longest_goes_first_to_whoever_has_least() -> None:
     assert loads(costs, owners, [4, 9]) == [9.0, 9.0]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_no_rank_has_more_than_four_thirds_of_the_best_there_is(seed: int) -> None:
     draw = random.Random(seed)
     ranks = list(range(draw.choice([2, 3])))

@@ -16,6 +16,7 @@ import torch
 
 from fusion_rt.torch.contrib.kfac.factors import pack, unpack
 from fusion_rt.torch.kfac import KFAC
+from tests.for_each import for_each
 from tests.torch.contrib.kfac.reference import NumpyKFAC, patches, softmax_minus, with_ones
 
 OPTIONS: list[dict[str, Any]] = [
@@ -67,8 +68,8 @@ def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("bias", [True, False])
+@for_each("options", OPTIONS)
+@for_each("bias", [True, False])
 def test_ten_steps_of_two_layers_are_those_of_numpy(options: dict[str, Any], bias: bool) -> None:
     lr = 0.1
     model = mlp(bias=bias)
@@ -96,7 +97,7 @@ def test_ten_steps_of_two_layers_are_those_of_numpy(options: dict[str, Any], bia
             close(layer.bias, expected[:, -1])
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@for_each("options", OPTIONS)
 def test_ten_steps_with_a_convolution_are_those_of_numpy(options: dict[str, Any]) -> None:
     lr = 0.1
     torch.manual_seed(1)
@@ -140,8 +141,8 @@ def test_ten_steps_with_a_convolution_are_those_of_numpy(options: dict[str, Any]
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # which is what is asked for
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("padding", ["same", "valid", (2, 1)])
+@for_each("mode", ["zeros", "reflect", "replicate", "circular"])
+@for_each("padding", ["same", "valid", (2, 1)])
 def test_patches_are_what_the_convolution_sees(mode: str, padding: Any) -> None:
     torch.manual_seed(2)
     conv = torch.nn.Conv2d(2, 3, (4, 3), padding=padding, padding_mode=mode, dilation=(1, 2)).double()
@@ -154,7 +155,7 @@ def test_patches_are_what_the_convolution_sees(mode: str, padding: Any) -> None:
     torch.testing.assert_close(state.layer._input_rows(images[0]), rows[:1])
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 30])
+@for_each("size", [1, 2, 7, 30])
 def test_half_of_a_symmetric_matrix_is_all_of_it(size: int) -> None:
     matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(size))
     matrix = matrix + matrix.T
@@ -276,7 +277,7 @@ def test_half_precision_has_factors_in_single(dtype: torch.dtype) -> None:
         assert (one.grad.double() - other.grad).norm() < 0.05 * other.grad.norm()
 
 
-@pytest.mark.parametrize("at", [3, 4, 6])
+@for_each("at", [3, 4, 6])
 def test_a_saved_state_goes_on_bit_for_bit(at: int) -> None:
     options: dict[str, Any] = {"factor_update_steps": 2, "inverse_update_steps": 4}
     straight = mlp()
@@ -460,7 +461,7 @@ def test_a_layer_that_runs_more_often_than_before_is_counted_in_full_from_the_ne
     assert seen[2:] == [(4 + 16) / 2, 25, 36]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr"),

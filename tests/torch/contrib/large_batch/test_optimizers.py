@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fusion_rt.torch.large_batch import LAMB, LARS, split_over
+from tests.for_each import for_each
 from tests.torch.contrib.large_batch.reference import Lamb, Lars
 
 STEPS = 20
@@ -58,8 +59,8 @@ def follows_the_paper(
         assert_close(parameters, [np.asarray(e) for e in expected])
 
 
-@pytest.mark.parametrize("exclude_1d", [True, False])
-@pytest.mark.parametrize("nesterov", [True, False])
+@for_each("exclude_1d", [True, False])
+@for_each("nesterov", [True, False])
 def test_lars_follows_the_paper_with_two_groups(exclude_1d: bool, nesterov: bool) -> None:
     parameters = parameters_of(0)
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 5.0, "weight_decay": 0.1, "momentum": 0.5}]
@@ -69,9 +70,9 @@ def test_lars_follows_the_paper_with_two_groups(exclude_1d: bool, nesterov: bool
     follows_the_paper(optimizer, parameters, rules, exclude_1d)
 
 
-@pytest.mark.parametrize("exclude_1d", [True, False])
-@pytest.mark.parametrize("corrected", [True, False])
-@pytest.mark.parametrize("clip", [None, (0.5, 2.0)])
+@for_each("exclude_1d", [True, False])
+@for_each("corrected", [True, False])
+@for_each("clip", [None, (0.5, 2.0)])
 def test_lamb_follows_the_paper_with_two_groups(exclude_1d: bool, corrected: bool, clip: Any) -> None:
     parameters = parameters_of(0)
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1, "weight_decay": 0.2, "eps": 1e-2}]
@@ -127,7 +128,7 @@ def halves_of(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [[matrix[:2], vector, flat[:7], nothing], [matrix[2:], nothing, flat[7:], single]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [*KINDS.values(), functools.partial(LAMB, lr=0.02, clip=(0.5, 4.0)), functools.partial(LARS, lr=2.0, eps=0.1)],
 )
@@ -280,7 +281,7 @@ def test_sparse_and_complex_gradients_are_refused(kind: str) -> None:
         KINDS[kind]([wave]).step()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "message"),
     [
         (lambda p: LARS(p, lr=-1.0), "LARS: lr is -1.0"),

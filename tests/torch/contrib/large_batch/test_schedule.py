@@ -11,6 +11,7 @@ import torch
 
 from fusion_rt.torch.core import runtime
 from fusion_rt.torch.large_batch import LinearScaling
+from tests.for_each import for_each
 
 
 class Membership:
@@ -161,7 +162,7 @@ def test_tensor_rates_are_filled_in_place(job_of: type[Membership]) -> None:
     assert float(rate) == 2.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         ({}, "give one of dataset_size and steps_per_epoch"),
