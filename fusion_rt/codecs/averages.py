@@ -5,8 +5,8 @@ sum is larger than the largest element then, so that the average of finite halve
 through. The price: of float16 elements below 6e-8 times the number of ranks nothing may be left, which a loss scale
 avoids. Wider elements are divided last, and rounded once.
 
-So are sums by codecs that remember what they have not sent: these add up in float32, and their memory is in the unit of
-what a rank contributes, whatever the number of ranks. But what they are given is the sum of a node's ranks, as halves.
+So are sums by codecs with a residual: these add up in float32, and their memory is in the unit of one rank's
+contribution, whatever the number of ranks. But their input is the sum of a node's ranks, as halves.
 That sum is made smaller by a power of two, which rounds nothing, and the codec takes the power as a part of the loss
 scale. So nothing leaves the range of halves on its way but a result that is outside.
 """

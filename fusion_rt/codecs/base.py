@@ -1,7 +1,7 @@
-"""The protocol of codecs: `Codec`, what a person chooses, and `BucketCodec`, which does the work for one bucket.
+"""The protocol of codecs: `Codec`, which a person chooses, and `BucketCodec`, which does the work for one bucket.
 
-A codec is frozen, compares equal to its like, and has a canonical text, so that it can be part of a signature. What it
-has to remember lives in a `BucketCodec`, one on each node for each bucket of the plan.
+A codec is frozen, compares equal to its like, and has a canonical text, so that it can be part of a signature. Its
+memory is a `BucketCodec`, one on each node for each bucket of the plan.
 
 Everybody else asks a codec through these two classes, and never looks which one it has. How nodes add up a bucket is
 one of three ways (`BucketCodec.exchange`), of which two need more methods: `summing` and `factoring`.
@@ -73,7 +73,7 @@ class Layout:
     Attributes:
         dtype: of all elements.
         elements: how many there are; chunks of them are encoded and decoded separately.
-        tensors: ascending, with different names; what lies between them is padding, zero in gradients and results. When
+        tensors: ascending, with different names; the gaps between them are padding, zero in gradients and results. When
             left out, all elements are one tensor without a name.
 
     Raises:
@@ -175,18 +175,18 @@ class Codec(ABC):
         return False
 
     def without_memory(self) -> Codec:
-        """The same codec for what is no gradient, such as differences between copies of parameters: what is not sent is
-        lost, nothing is added up from step to step, and nothing is clipped."""
+        """The same codec for data other than gradients, such as differences between copies of parameters: an unsent
+        rest is lost, nothing is added up from step to step, and nothing is clipped."""
         return self
 
     def check_use(self, op: str, dtype: DType | None = None, kind: str = "allreduce") -> None:
         """Raises `CodecError` where the codec makes no sense.
 
-        What a stateful codec has not sent is added to the next gradient, which is right for sums only.
+        A stateful codec adds its residual to the next gradient, which is right for sums only.
 
         Args:
             op: how elements are combined.
-            dtype: of the elements, when somebody has asked for the codec for just these; of an optimizer's gradients,
+            dtype: of the elements, when the codec was asked for just these; of an optimizer's gradients,
                 those to which a codec does not apply travel as they are.
             kind: the collective.
         """
@@ -217,17 +217,17 @@ class BucketCodec(ABC):
 
     Attributes:
         layout: of the bucket.
-        codec: what was chosen.
-        exchange: how nodes add up what it encodes. `chunks`: on their way around, pieces of the bucket are decoded,
+        codec: the chosen one.
+        exchange: how nodes add up its payloads. `chunks`: on their way around, pieces of the bucket are decoded,
             added to and encoded again. `owners`: a node sums a range of the bucket from the portions of all others
             (`SummingBucketCodec`). `factors`: two dense sums (`FactoringBucketCodec`).
-        lossless: decoding gives back every bit, so that what was encoded need not be decoded again by the sender.
+        lossless: decoding gives back every bit, so that the sender need not decode its own payload again.
         step: how many steps have begun; of a stateful codec.
         bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty where they have none (yet).
         keeps_before: the last step may be dropped, also after it was complete.
-        go_back: undoes the last step, for which it was kept what was remembered before; None if that was not asked for.
-        loss_scale: by which the gradients of this step are multiplied, since the script's loss is. What a codec
-            remembers and sends is without it, so that it may change from step to step; the result has it again.
+        go_back: undoes the last step, for which the memory of before was kept; None if that was not asked for.
+        loss_scale: by which the gradients of this step are multiplied, since the script's loss is. Residuals
+            and payloads are without it, so that it may change from step to step; the result has it again.
         weight: how much of a contribution the result is, such as one part in the number of ranks, so that lengths can
             be compared in the unit of the result.
     """
@@ -261,7 +261,7 @@ class BucketCodec(ABC):
         """Writes the elements that `encode(start, ...)` turned into `payload`, on any node.
 
         Args:
-            out: 1-D, contiguous, writable, of the bucket's storage dtype; as long as what was encoded.
+            out: 1-D, contiguous, writable, of the bucket's storage dtype; as long as the encoded range.
 
         Raises:
             CodecError: this is no payload for that many elements; `out` has not been touched, or is undefined.
@@ -278,8 +278,8 @@ class BucketCodec(ABC):
         return out
 
     def tell(self, values: Array) -> tuple[memoryview, Array]:
-        """All elements of the bucket as bytes, and as receivers will have them; by a stateful codec, without what is
-        not finite."""
+        """All elements of the bucket as bytes, and as receivers will have them; by a stateful codec, without values
+        that are not finite."""
         payload = self.encode(0, values)
         return payload, self.decoded(0, payload, len(values))
 
@@ -289,9 +289,10 @@ class BucketCodec(ABC):
 
     def scratch_nbytes(self, nodes: int) -> int:
         """About how many bytes an exchange of the bucket between so many nodes (two at least) holds until it is
-        complete: what is encoded, received and added up. Daemons begin as many buckets at a time as they have room for.
+        complete: payloads encoded and received, and their sum. Daemons begin as many buckets at a time as they have
+        room for.
 
-        What a call of a method needs only until it returns is left out: no more than a few threads have such calls."""
+        Memory that a call of a method needs only until it returns is left out: only a few threads have such calls."""
         encoded = self.max_encoded_nbytes(self.layout.elements)
         if self.lossless:  # its own range travels from where it lies, and those of others are passed on as they came
             return encoded * (nodes - 2) // nodes
@@ -308,18 +309,19 @@ class BucketCodec(ABC):
         return sum(span.numel for span in self.layout.spans)
 
     def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        """Bytes of payloads that an exchange of the bucket sent to other nodes, headers included, and what it would
-        have sent of a dense bucket; for the statistics."""
+        """Bytes of payloads that an exchange of the bucket sent to other nodes, headers included, and the bytes
+        of a dense bucket in its place; for the statistics."""
         self._exchanges += 1
         self._packed_nbytes += nbytes
         self._dense_nbytes += dense_nbytes
 
     def contractions(self) -> list[tuple[int, int, float]]:
-        """Returns ranges of elements, ascending, with the `Codec.contraction` of each: 1 of what is sent whole."""
+        """Returns ranges of elements, ascending, with the `Codec.contraction` of each: 1 for ranges that are sent
+        whole."""
         return [(0, self.layout.elements, self.codec.contraction())]
 
     def statistics(self) -> dict[str, float]:
-        """Returns what it has counted, as sums over all exchanges: `packed_nbytes` that were sent to other nodes and
+        """Returns its counts, as sums over all exchanges: `packed_nbytes` that were sent to other nodes and
         the `dense_nbytes` that an all-reduce would have sent instead; the `elements`, and those `encoded` of them.
         Subclasses may add `asked`, `selected` and `seconds`, which are known to reports. Empty if it is lossless."""
         if self.lossless:
@@ -334,21 +336,21 @@ class BucketCodec(ABC):
     # What it remembers.
 
     def keep(self) -> None:
-        """Keeps what it remembers for `go_back`, if it is asked to. To be called when a step begins."""
+        """Keeps a copy of its memory for `go_back`, if it is asked to. To be called when a step begins."""
         self.go_back = None
         if self.keeps_before:
             self.go_back = partial(self.load_state_dict, self.state_dict())
 
     def scale_residual(self, factors: Sequence[float]) -> None:  # noqa: B027 - most have nothing that waits
-        """Multiplies what has not been sent of each tensor of the layout by its factor: old / new when the learning
+        """Multiplies the residual of each tensor of the layout by its factor: old / new when the learning
         rate has changed, since it will be applied with the new one."""
 
     def residual_norm(self) -> float:
-        """The L2 norm of what has not been sent."""
+        """The L2 norm of the residual."""
         return 0.0
 
     def state_dict(self, copies: bool = True) -> dict[str, Array]:
-        """Returns what has to be saved with the model; nothing when the codec is stateless.
+        """Returns the state to be saved with the model; nothing when the codec is stateless.
 
         Args:
             copies: all arrays are copies. Else those with an entry for each element may be the codec's own, to be read
@@ -360,7 +362,7 @@ class BucketCodec(ABC):
         """Continues from a `state_dict`.
 
         Args:
-            partial: `state` is of other buckets, and what it lacks starts anew.
+            partial: `state` is of other buckets, and tensors that it lacks start anew.
 
         Raises:
             CodecError: it is of another codec or another bucket.
@@ -374,7 +376,7 @@ class BucketCodec(ABC):
     # Where a worker selects itself; see `worker_selection`.
 
     def tray(self) -> Any:
-        """The shape of the memory in which a worker leaves what it has selected itself; None: it takes whole gradients
+        """The shape of the memory in which a worker leaves its own selection; None: it takes whole gradients
         only. With a shape, it is a `WorkerSelectedBucketCodec`.
 
         Raises:

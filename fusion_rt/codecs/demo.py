@@ -1,16 +1,16 @@
-"""`demo`: the largest coefficients of a cosine transform of what waits, which decays.
+"""`demo`: the largest coefficients of a cosine transform of the residual, which decays.
 
 Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization" (arXiv 2411.19870). For each tile of a matrix (a
 tensor's first dimension by all others), with momentum m:
 
-    m = decay * m + gradient;  q = the k largest coefficients of m;  m -= what q stands for;  result: the sum of all q
+    m = decay * m + gradient;  q = the k largest coefficients of m;  m -= q, transformed back;  result: the sum of all q
 
 of which the tensor is made again, and, where it is `signed`, its signs (their code does so; the optimizer is then SGD
 with a small rate and no momentum). The momentum is a residual by another name, and so it is one here: saved, moved,
 rescaled and given back as those of all codecs.
 
 The transform is linear and orthonormal (`kernels.cosines`). So the residual is kept as coefficients, from which the
-selected ones are taken exactly, nodes sum coefficients, and only a result is transformed back. What is saved are
+selected ones are taken exactly, nodes sum coefficients, and only a result is transformed back. A saved state has
 elements again, as with any other codec, so that a restored job goes on to within rounding, and not bit by bit. A
 gradient that is not finite makes its tile so.
 """
@@ -132,7 +132,7 @@ class DemoBucket(SelectingBucketCodec):
         return wanted
 
     def _coefficients(self, values: Array) -> Array:
-        """The coefficients of all elements of the bucket (float32); what is not transformed stays."""
+        """The coefficients of all elements of the bucket (float32); ranges without a transform stay."""
         out: Array = np.empty_like(values)
         for low, high in self._plain.ranges:
             out[low:high] = values[low:high]
@@ -179,7 +179,7 @@ class Demo(Selecting):
 
 
 def _between(ranges: Sequence[Range], end: int) -> list[Range]:
-    """Returns what ascending ranges leave of [0, end)."""
+    """Returns the gaps between ascending ranges in [0, end)."""
     lows = [0, *(high for _, high in ranges)]
     return list(zip(lows, [*(low for low, _ in ranges), end], strict=True))
 

@@ -26,7 +26,7 @@ NODE_STATE = (*NODE_TENSORS, "thresholds")
 
 
 class FeedbackCodec(Codec):
-    """A codec whose buckets keep what has not been sent. Those with a field `momentum` keep a velocity, too. With a
+    """A codec whose buckets keep a residual. Those with a field `momentum` keep a velocity, too. With a
     field `decay`, the residual is multiplied by that before a gradient is added."""
 
     stateful = True
@@ -59,7 +59,7 @@ class FeedbackCodec(Codec):
 
 
 class FeedbackBucketCodec(BucketCodec):
-    """Keeps, in float32, what a node has been given and has not sent, without its loss scale.
+    """Keeps, in float32, the gradients that a node has not sent yet, without their loss scale.
 
     Args:
         velocity: whether it keeps a velocity too, for momentum correction.
@@ -138,8 +138,8 @@ class FeedbackBucketCodec(BucketCodec):
         """Continues from a `state_dict`.
 
         Args:
-            partial: `state` is of other buckets: what it has of this bucket's tensors is used, what it lacks starts at
-                zero, and the rest is ignored. So a new plan takes over the tensors of an old one.
+            partial: `state` is of other buckets: its tensors that this bucket has are used, those that it lacks start
+                at zero, and the rest is ignored. So a new plan takes over the tensors of an old one.
 
         Raises:
             CodecError: without `partial`, the state has not exactly this bucket's tensors; or a tensor has another
@@ -167,12 +167,12 @@ class FeedbackBucketCodec(BucketCodec):
     # For subclasses.
 
     def _own_state(self) -> dict[str, Array]:
-        """Returns what a subclass remembers: `KIND/NAME` of a tensor, or a name with no `/` in it of the bucket;
+        """Returns the memory of a subclass: `KIND/NAME` of a tensor, or a name with no `/` in it of the bucket;
         copies."""
         return {}
 
     def _load_own_state(self, state: Mapping[str, Array], partial: bool) -> None:
-        """Continues from a state; anew where that lacks what `_own_state` gives, or has it of another bucket."""
+        """Continues from a state; anew where that lacks entries of `_own_state`, or has them of another bucket."""
 
     def _check_whole(self, values: Array) -> None:
         """Raises `ValueError` unless these can be all elements of the bucket."""
@@ -193,12 +193,12 @@ class FeedbackBucketCodec(BucketCodec):
         return memories if self._velocity is None else [*memories, ("velocity", self._velocity)]
 
     def _as_float32(self, values: Array) -> Array:
-        """Returns what is given as it is remembered: float32, without the loss scale."""
+        """Returns a gradient in the form of the residual: float32, without the loss scale."""
         wide = self._widened(values)
         return wide if self.loss_scale == 1.0 else wide * np.float32(1 / self.loss_scale)
 
     def _widened(self, values: Array) -> Array:
-        """Returns what is given as float32, with the loss scale."""
+        """Returns an array of the residual's form as float32 with the loss scale."""
         return cpu.converted(values, self.layout.dtype, F32)
 
     def _as_stored(self, values: Array) -> Array:

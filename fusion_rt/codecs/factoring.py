@@ -8,7 +8,7 @@ A step is
 
 Sums have to be the same on all nodes, bit by bit; where one is not `usable`, the step is not finished but undone.
 Arrays that are returned belong to the caller, and those that are given are left as they are. A step that is not
-finished has lost nothing: what it had been given waits in the residual for the next `start`.
+finished has lost nothing: its gradient waits in the residual for the next `start`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FactoringBucketCodec(BucketCodec):
         """Returns the second factors of this node.
 
         Args:
-            total: the sum of what `start` returned, over all nodes.
+            total: the sum over all nodes of the results of `start`.
         """
 
     def usable(self, total: Array) -> bool:
@@ -68,18 +68,18 @@ class FactoringBucketCodec(BucketCodec):
 
     @abstractmethod
     def undo(self, values: Array) -> None:
-        """The opposite of `start`: the residual becomes what it was, as exactly as float32 adds up.
+        """The opposite of `start`: the residual becomes that of before, as exactly as float32 adds up.
 
         Args:
-            values: what `start` was given.
+            values: the gradient that `start` was given.
         """
 
     @abstractmethod
     def finish(self, total: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:
-        """Keeps what was not sent, and writes the sum over all nodes, times `scale` and divided by `divisor`.
+        """Keeps the unsent rest, and writes the sum over all nodes, times `scale` and divided by `divisor`.
 
         Args:
-            total: the sum of what `second` returned, over all nodes.
-            outputs: 1-D, contiguous, writable, of the bucket's storage dtype, all its elements each, at least one; what
-                `start` was given may be among them. Padding becomes zero.
+            total: the sum over all nodes of the results of `second`.
+            outputs: 1-D, contiguous, writable, of the bucket's storage dtype, all its elements each, at least one; the
+                input of `start` may be among them. Padding becomes zero.
         """

@@ -67,7 +67,7 @@ class GaussianK(Selecting):
 
 
 def _normal_threshold(plain: float, squared: float, n: int, k: int) -> float | None:
-    """Returns what k of n normally distributed numbers with these sums would reach; None where that is
+    """Returns the magnitude that k of n normally distributed numbers with these sums would reach; None where that is
     not a number above zero."""
     from statistics import NormalDist  # a megabyte that other codecs do not need
 

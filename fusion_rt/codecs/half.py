@@ -3,7 +3,7 @@
 They apply to float32 and float64 (by way of float32); elements of any other type go dense. Infinities, NaN and the sign
 of zero survive. fp16 has 11 significant bits; magnitudes of 65,520 and more become infinite, those below 2**-14 lose
 bits, and those up to 2**-25 become zero. bf16 has 8 significant bits and float32's range. Decoding is exact, so
-encoding what was decoded gives the same bytes. Stateless: what rounding takes away is not sent later.
+encoding a decoded payload gives the same bytes. Stateless: the rounding error is not sent later.
 
 A sum over several nodes is rounded wherever it is put on the wire, once for each hop.
 """

@@ -1,13 +1,13 @@
 """`int8`, `int4` and `int2`: small integers times a scale for each block.
 
 They are rounded to the nearest, or at random so that they are right on average: up or down with the probability of the
-distance, as in QSGD (Alistarh et al. 2017). What is drawn follows from the seed, the step, the node, and the element,
+distance, as in QSGD (Alistarh et al. 2017). A draw follows from the seed, the step, the node, and the element,
 so the same job gives the same bits. The fewer the bits, the more rounding at random adds, so that `int4` and `int2`
 round to the nearest unless they are told otherwise, and need the feedback: the nearest never leaves more than there
 was.
 
-What is not finite arrives as NaN. With `int8` and `int4` the rest of its block is not affected; with `int2`, whose four
-numbers leave none for it, the block arrives as NaN, and its finite elements stay in the residual.
+A value that is not finite arrives as NaN. With `int8` and `int4` the rest of its block is not affected; with `int2`,
+whose four numbers leave none for it, the block arrives as NaN, and its finite elements stay in the residual.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Integers(Quantising):
 
     Args:
         rounding: "random" or "nearest".
-        seed: of what is random, from 0 to 2**63 - 1.
+        seed: of the random bits, from 0 to 2**63 - 1.
     """
 
     bucket = IntegersBucket

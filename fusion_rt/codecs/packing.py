@@ -1,4 +1,4 @@
-"""Selections, and what they are as bytes.
+"""Selections, and their encoding as bytes.
 
 A payload is a header of 8 bytes, the indices, their values, and the values of the elements that are always sent. The
 header: a byte with how indices (low half) and values (high half) are written, the number of low bits of a code, the two
@@ -136,7 +136,7 @@ class Packer:
         return HEADER.size + _STEP.size + indices + values + 8
 
     def pack(self, selected: Selection, low: int, high: int) -> memoryview:
-        """Packs what a selection has in [low, high), which lies within its own range.
+        """Packs the part of a selection in [low, high), which lies within its own range.
 
         Its values have to be `rounded` (see `values`); then `unpack` gives the same bits.
         """
@@ -170,7 +170,7 @@ class Packer:
         return _DELTA, bits, list(coding.encode(indices, low, bits))
 
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Selection:
-        """Reads what `pack` wrote, on any node; memory is taken only for what the bytes can hold.
+        """Reads bytes that `pack` wrote, on any node; takes memory only for as many elements as the bytes can hold.
 
         Raises:
             CodecError: no selection of that range is written like this.
@@ -236,8 +236,8 @@ def merged(selections: Sequence[Selection]) -> Selection:
 
 
 def strongest(selected: Selection, k: int) -> tuple[Selection, Selection]:
-    """Divides a selection into its k largest values, of equal ones the first, and the rest. Zeros are in neither; what
-    is always sent stays with the first, and is zero in the rest."""
+    """Divides a selection into its k largest values, of equal ones the first, and the rest. Zeros are in neither;
+    elements that are always sent stay with the first, and are zero in the rest."""
     indices, values = selected.indices, np.ascontiguousarray(selected.values)
     if k <= 0:
         kept = np.zeros(len(indices), bool)

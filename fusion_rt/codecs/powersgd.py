@@ -184,7 +184,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
     # The parts of a step.
 
     def _memory(self, values: Array) -> Memory:
-        """Returns what a gradient is added to."""
+        """Returns the array that a gradient is added to."""
         return Memory(self._residual, self._widened(values), factor=1 / self.loss_scale, decay=self.codec.decay)
 
     def _prepare_start(self, matrix: _Matrix) -> None:
@@ -201,7 +201,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
             low_rank.orthonormalise(start)
 
     def _conclude(self, total: Array) -> None:
-        """Takes what this node has sent out of the residual, and keeps the summed factors Q for the next step."""
+        """Takes the sent part out of this node's residual, and keeps the summed factors Q for the next step."""
         self._next = "start"
         for low, high in self.dense.ranges:
             self._residual[low:high] = 0
@@ -214,7 +214,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
             matrix.start[:] = matrix.right(total)
 
     def _write(self, left: Array, whole: Array, right: Array, out: Array) -> None:
-        """Writes what factors and whole elements amount to; float32."""
+        """Writes the gradient that factors and whole elements stand for; float32."""
         if sum(high - low for low, high in self._ranges) < len(out):
             out[:] = 0
         for matrix in self._matrices:

@@ -1,15 +1,15 @@
 """The base of codecs that send every element in fewer bits: blocks with a scale, error feedback, rules.
 
-Each node adds its gradient to the residual, sends the sum rounded, and keeps the difference. What holds in float32,
+Each node adds its gradient to the residual, sends the sum rounded, and keeps the difference. This holds in float32,
 element by element, for finite numbers:
 
     residual afterwards = (residual before * decay + gradient) - sent
 
-with one rounding of the difference. It is exact wherever what is sent lies between half and twice the sum (Sterbenz);
+with one rounding of the difference. It is exact wherever the sent value lies between half and twice the sum (Sterbenz);
 elsewhere it is off by half a unit in the last place of the difference. Tensors that are sent whole go as float32, and
-leave nothing. What is not finite is never added (`summing`); a sum that is not finite arrives as NaN and leaves
-nothing. Padding is neither read nor sent. A bucket of float64, float16 or bfloat16 is converted to float32 when it
-comes in.
+leave nothing. Values that are not finite are never added (`summing`); a sum that is not finite arrives as NaN and
+leaves nothing. Padding is neither read nor sent. A bucket of float64, float16 or bfloat16 is converted to float32 when
+it comes in.
 
 A payload of a range is the records of its blocks (`kernels.quantisation`), and then the elements that are sent whole.
 Blocks begin at multiples of their size from the start of the bucket, and where a range of tensors begins. So a bucket
@@ -49,8 +49,8 @@ class Quantising(FeedbackCodec):
 
     Args:
         block: how many elements share a scale; a power of two from 32 to 4096.
-        feedback: what rounding takes away is added to the next gradient; without, it is lost.
-        decay: of what waits, in each step; above 0 and at most 1.
+        feedback: the rounding error is added to the next gradient; without, it is lost.
+        decay: of the residual, in each step; above 0 and at most 1.
         minimum: tensors with fewer elements are sent as they are.
         exclude: tensors whose name fits one of these patterns, with commas between them, are sent as they are.
         momentum: of the velocity that is added instead of the gradient (the optimizer then applies none); 0 for none.
@@ -263,13 +263,13 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         """Says which of these (float32) can be in a payload."""
 
     def _draw(self, what: int) -> Draw | None:
-        """The random bits for what is rounded in this step, `CONTRIBUTION` or `SUM`; None to round to the nearest."""
+        """The random bits for one rounding of this step, `CONTRIBUTION` or `SUM`; None to round to the nearest."""
         return None
 
     # What is done to the elements of a range.
 
     def _accumulate(self, start: int, values: Array) -> Quantised:
-        """Adds to the residual, and takes from it what is sent."""
+        """Adds to the residual, and takes the sent part from it."""
         self._check_range(start, values)
         low, high = start, start + len(values)
         self.step += low == 0
@@ -292,7 +292,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         return Quantised(low, high, records, dense)
 
     def _round(self, values: Array, gradient: Array | None, low: int, what: int, memory: Memory | None = None) -> Array:
-        """The records of values from element `low` on, after the gradient was added; what is left of them stays.
+        """The records of values from element `low` on, after the gradient was added; their rounding errors stay.
 
         Args:
             memory: is spoiled where a part of the gradient could not be added.

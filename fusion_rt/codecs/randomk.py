@@ -40,7 +40,7 @@ class RandomKBucket(SelectingBucketCodec):
         return sent
 
     def _drawn(self, step: int, low: int, high: int) -> Array:
-        """Returns what every node selects in [low, high) in a step: int32, ascending."""
+        """Returns the indices that every node selects in [low, high) in a step: int32, ascending."""
         parts = [np.empty(0, np.int32)]
         for number, group in enumerate(self._groups):
             parts.append(self._draw(number, group.k(step, self.codec.warmup), step, low, high))

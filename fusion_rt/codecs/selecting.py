@@ -1,17 +1,17 @@
 """The base of codecs that send some of the elements: error feedback, rules, packing, state.
 
-Each node adds its gradient to what it has not sent yet, the residual, and sends a part of the sum; the rest waits
+Each node adds its gradient to the residual, the sum of unsent gradients, and sends a part of the sum; the rest waits
 (Seide et al. 2014, Stich et al. 2018). With `momentum` it is the velocity of momentum SGD that is added (Lin et al.,
 "Deep Gradient Compression": the optimizer then applies no momentum of its own).
 
-What holds exactly, in float32 and element by element, with `value="fp32"` and finite numbers:
+These equations hold exactly, in float32 and element by element, with `value="fp32"` and finite numbers:
 
     sent + residual afterwards = residual before * decay + gradient (computed once, see `selection.Memory`)
 
 of which one of the two on the left is zero. In the other formats the residual keeps the difference between the sum and
-what receivers get, which float32 holds exactly (but for `int2`: it is rounded once). What is not finite is never added
-(`summing`). Zeros are not sent, so there are fewer elements than asked for where fewer differ from zero. A bucket of
-float64, float16 or bfloat16 is converted to float32 when it comes in.
+the values that receivers get, which float32 holds exactly (but for `int2`: it is rounded once). Values that are not
+finite are never added (`summing`). Zeros are not sent, so there are fewer elements than asked for where fewer differ
+from zero. A bucket of float64, float16 or bfloat16 is converted to float32 when it comes in.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Selecting(FeedbackCodec):
         warmup: steps in which the density falls from 25 % to its own.
         momentum: of the velocity that is added instead of the gradient; 0 for none, below 1.
         nesterov: the velocity looks ahead.
-        masking: the velocity of what is sent starts again at 0 (at densities up to 1 %).
+        masking: the velocity of sent elements starts again at 0 (at densities up to 1 %).
         clip: about the largest L2 norm of a bucket's result, on any number of ranks and with any loss scale; 0 for
-            none. What this node adds in a step, as a part of the result (of a mean: the sum of its gradients divided by
+            none. This node's share in a step, as a part of the result (of a mean: the sum of its gradients divided by
             the number of all ranks), is no longer than that divided by the square root of the number of nodes, since
             a sum of independent parts is as many times longer than one (Lin et al., section 3.2).
-        feedback: what is not sent waits in the residual; without, it is lost.
-        decay: of what waits, in each step; above 0 and at most 1.
+        feedback: unsent elements wait in the residual; without, they are lost.
+        decay: of the residual, in each step; above 0 and at most 1.
     """
 
     selecting = True
@@ -128,9 +128,9 @@ class Selecting(FeedbackCodec):
 
 
 class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
-    """One bucket's codec on one node: the residual of the whole bucket, and what is selected from it.
+    """One bucket's codec on one node: the residual of the whole bucket, and selections from it.
 
-    Portions are selections. `accumulate_and_select` is what contributes; of a sum of selections, an owner keeps its
+    Portions are selections. `accumulate_and_select` makes a contribution; of a sum of selections, an owner keeps its
     share of the elements that were asked for.
 
     Attributes:
@@ -183,13 +183,13 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
     # What a step is made of.
 
     def accumulate_and_select(self, values: Array) -> Selection:
-        """Adds a gradient to the residual, and takes from it what is to be sent.
+        """Adds a gradient to the residual, and takes the selection from it.
 
         Args:
             values: all elements of the bucket, 1-D, contiguous, of its storage dtype; left as they are. Padding may be
                 anything.
 
-        Returns: what is sent, with the values as receivers will have them.
+        Returns: the selection, with the values as receivers will have them.
         """
         began = time.perf_counter()
         self._check_whole(values)
@@ -257,14 +257,15 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self._seconds += time.perf_counter() - began
 
     def pack(self, selected: Selection, low: int, high: int) -> memoryview:
-        """Packs what a selection has in the range [low, high), into at most `max_encoded_nbytes(high - low)` bytes.
+        """Packs the part of a selection in [low, high), into at most `max_encoded_nbytes(high - low)` bytes.
 
         The selection's values are as `accumulate_and_select` or `rounded` give them.
         """
         return self._packer.pack(selected, low, high)
 
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Selection:
-        """Reads what a node packed for the range [low, high). Changes nothing, and may be called by several threads.
+        """Reads the payload that a node packed for the range [low, high). Changes nothing, and may be called by several
+        threads.
 
         Raises:
             CodecError: this is no selection of that range. No more memory was taken than the range has elements.
@@ -272,7 +273,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         return self._packer.unpack(payload, low, high)
 
     def rounded(self, selected: Selection) -> tuple[Selection, Selection]:
-        """A selection whose values are sums, as receivers will have it, and what is then left of it."""
+        """A selection whose values are sums, as receivers will have it, and its rounding errors."""
         low, high, indices, step = selected.low, selected.high, selected.indices, selected.step
         values, dense = self._format.rounded(selected.values), self._whole.rounded(selected.dense)
         rest = left(selected.values, values), left(selected.dense, dense)
@@ -299,7 +300,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         return merged([first, second])
 
     def conclude(self, total: Selection, nodes: int) -> Selection:
-        """Keeps the largest, as many as this node's share of what is asked for."""
+        """Keeps the largest, as many as this node's share of the number asked for."""
         kept, rest = strongest(total, -(-self._wanted // nodes))
         sent, cut = self.rounded(kept)
         self.reclaim(rest)
@@ -333,7 +334,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         return sum(self._ks()) + self.dense.size
 
     def scratch_nbytes(self, nodes: int) -> int:
-        """See `BucketCodec`. A value and its index take 8 bytes: in this node's selection, in what is sent, in the sum
+        """See `BucketCodec`. A value and its index take 8 bytes: in this node's selection, in its payloads, in the sum
         and its parts, and in the selections of all nodes where these are gathered."""
         return 8 * self.wanted() * (4 + nodes)
 
@@ -350,7 +351,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
 
     @np.errstate(over="ignore", invalid="ignore")
     def give_back_selection(self, selected: Selection) -> None:
-        """Adds a selection, or what is left of one, to the residual."""
+        """Adds a selection, or the rest of one, to the residual."""
         if self.corrections is not None:
             self.corrections.add(selected.indices, selected.values)
             if selected.dense.any():
@@ -386,14 +387,14 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         """Adds to the elements of a group, and takes k of them out: indices and values, ascending."""
 
     def _memory(self, gradient: Array) -> Memory:
-        """Returns what a gradient is added to."""
+        """Returns the array that a gradient is added to."""
         codec = self.codec
         return Memory(
             self._residual, gradient, self._velocity, codec.momentum, codec.nesterov, self._factor, codec.decay
         )
 
     def _mask(self, parts: Sequence[tuple[Array, Array]], ks: Sequence[int]) -> None:
-        """The velocity of what was selected starts again, where it should; it is kept until the step cannot be undone
+        """The velocity of selected elements starts again, where it should; it is kept until the step cannot be undone
         any more."""
         if self._velocity is None:
             return

@@ -1,7 +1,8 @@
-"""The protocol of codecs whose buckets are summed by owners: each node sums a range of what all nodes contribute.
+"""The protocol of codecs whose buckets are summed by owners: each node sums one range of all nodes' contributions.
 
 Such a codec is applied once to each contribution, and once to the sum of a range by the node that owns it; each time,
-what does not travel goes into a residual of the node that it was lost on (Tang et al., "DoubleSqueeze", 2019; for
+the part that does not travel goes into a residual of the node that it was lost on (Tang et al., "DoubleSqueeze", 2019;
+for
 selections: Li and Hoefler, "Near-Optimal Sparse Allreduce", 2022). So nothing is lost, however many nodes there are:
 
     sum of all nodes' residuals + result, afterwards = sum of all nodes' residuals + gradients, before
@@ -54,7 +55,7 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def contribute(self, values: Array) -> Portion:
-        """Adds a gradient to the residual, and takes from it what is to be sent; changes the state.
+        """Adds a gradient to the residual, and takes the portion to be sent from it; changes the state.
 
         Args:
             values: all elements of the bucket, 1-D, contiguous, of its storage dtype; left as they are.
@@ -62,12 +63,12 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def undo(self, portion: Portion, values: Array) -> None:
-        """The opposite of `contribute`: residual and velocity become what they were before, as exactly as float32 adds
+        """The opposite of `contribute`: residual and velocity become those of before, as exactly as float32 adds
         up; the number of steps stays.
 
         Args:
-            portion: what `contribute` gave.
-            values: what it was given.
+            portion: the result of `contribute`.
+            values: the gradient that it was given.
         """
 
     @abstractmethod
@@ -98,11 +99,11 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def pack(self, portion: Portion, low: int, high: int) -> memoryview:
-        """Packs what a portion has in [low, high), into at most `max_encoded_nbytes(high - low)` bytes."""
+        """Packs the part of a portion in [low, high), into at most `max_encoded_nbytes(high - low)` bytes."""
 
     @abstractmethod
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Portion:
-        """Reads what `pack` wrote, on any node; changes nothing.
+        """Reads bytes that `pack` wrote, on any node; changes nothing.
 
         Raises:
             CodecError: this is no portion of that range. No more memory was taken than the range has elements.
@@ -114,7 +115,8 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def conclude(self, total: Portion, nodes: int) -> Portion:
-        """Returns what of a sum travels to all nodes, as they will have it; the rest goes into this node's residual.
+        """Returns the part of a sum that travels to all nodes, as they will have it; the rest goes into this node's
+        residual.
 
         Args:
             total: of a range that this node owns.
@@ -123,11 +125,11 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def revoke(self, total: Portion, sent: Portion) -> None:
-        """The opposite of `conclude`, because what it gave did not become a result: its rest leaves the residual again.
+        """The opposite of `conclude`, for a sum that did not become a result: its rest leaves the residual again.
 
         Args:
-            total: what was concluded, as `conclude` has left it.
-            sent: what that gave.
+            total: the concluded sum, as `conclude` has left it.
+            sent: the result of `conclude`.
         """
 
     @abstractmethod
@@ -143,21 +145,21 @@ class SummingBucketCodec(BucketCodec):
         """Adds a portion to the residual: it did not arrive where it counts."""
 
     def scratch_nbytes(self, nodes: int) -> int:
-        """See `BucketCodec`. A contribution, what is sent of it and what comes are as long as it is encoded; the sum of
-        a range is float32."""
+        """See `BucketCodec`. A contribution, its payload and the received payloads are as long as it is encoded; the
+        sum of a range is float32."""
         encoded = self.max_encoded_nbytes(self.layout.elements)
         return encoded + 2 * encoded * (nodes - 1) // nodes + 4 * self.layout.elements // nodes
 
     @abstractmethod
     def wanted(self) -> int:
-        """The number of values that the next contribution is to have, as far as all nodes know; what an exchange costs
-        follows from it."""
+        """The number of values that the next contribution is to have, as far as all nodes know; the cost of an
+        exchange follows from it."""
 
     def counts(self, portion: Portion, edges: Sequence[int]) -> list[int]:
         """Counts the values of a portion between each edge and the next, ascending; of a codec that `adapts`."""
         raise NotImplementedError
 
     def weights(self) -> list[tuple[int, int, float]]:
-        """(begin, end, weight of an element) of the ranges of elements that travel, ascending: what they are expected
-        to cost."""
+        """(begin, end, weight of an element) of the ranges of elements that travel, ascending: their expected
+        cost."""
         return [(0, self.layout.elements, 1.0)]

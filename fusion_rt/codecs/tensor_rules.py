@@ -65,7 +65,7 @@ class Group:
 class TensorRules:
     """Args:
     density: of tensors that `densities` does not name.
-    scope: "bucket" or "tensor", what is compared with each other.
+    scope: "bucket" or "tensor": whose elements are compared with each other.
     minimum: elements that a tensor must have to be selected from.
     exclude: patterns of names of tensors that are always sent, with commas between them; `*` is any text.
     densities: "pattern: density" with commas between them; the first pattern that fits counts.

@@ -1,9 +1,9 @@
 """`topk`: exactly the k elements of the largest magnitude; of equal ones the first.
 
-A sample tells a threshold that is a little too low. One pass over memory adds the gradient and puts what reaches the
-threshold aside, a fifth more than is wanted, of which the largest are then found exactly. Where the sample was wrong
-(too few, or more than there is room for), the threshold is found digit by digit over all elements, which takes three
-more passes and works for any data.
+A sample tells a threshold that is a little too low. One pass over memory adds the gradient and puts elements that reach
+the threshold aside, a fifth more than is wanted, of which the largest are then found exactly. Where the sample was
+wrong (too few, or more than there is room for), the threshold is found digit by digit over all elements, which takes
+three more passes and works for any data.
 """
 
 from __future__ import annotations

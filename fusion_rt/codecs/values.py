@@ -1,11 +1,11 @@
 """Formats in which a selecting codec writes the values that it sends: `fp32`, `fp16`, `bf16`, `int8`, `int4` or `int2`.
 
-`rounded` says what receivers will get, before anything is packed, so that a codec can keep the difference. Rounding
-what has been rounded changes nothing, and neither does packing any consecutive part of it: scales are powers of two,
+`rounded` gives the values that receivers will get, before anything is packed, so that a codec can keep the difference.
+Rounding rounded values changes nothing, and neither does packing any consecutive part of it: scales are powers of two,
 and a part never needs a coarser one than the whole.
 
-What is not finite stays so: infinities and NaN survive in fp32, fp16 and bf16; in the others all of them become NaN,
-in int2 with all of their block. Finite values never become infinite.
+Values that are not finite stay so: infinities and NaN survive in fp32, fp16 and bf16; in the others all of them become
+NaN, in int2 with all of their block. Finite values never become infinite.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Fp32Values(ValueFormat):
 class Fp16Values(ValueFormat):
     """Half precision times a power of two that all share, so that neither small nor large gradients leave its range.
 
-    One byte for the power, then the halves. The largest lies in (2**14, 2**15]; what is 2**40 times smaller is lost.
+    One byte for the power, then the halves. The largest lies in (2**14, 2**15]; values 2**40 times smaller are lost.
     """
 
     code = 1
@@ -220,7 +220,8 @@ class BlockValues(ValueFormat):
 
 
 class SymmetricValues(BlockValues):
-    """Integers with a sign; the lowest is what is not finite. A rounded value is off by half a unit at most."""
+    """Integers with a sign; the lowest stands for values that are not finite. A rounded value is off by half a unit at
+    most."""
 
     _LEAST = -128
 
@@ -251,8 +252,8 @@ class SymmetricValues(BlockValues):
 class Int2Values(BlockValues):
     """Signs, and which of two powers of two: that next to the largest of a block, or half of it.
 
-    There is no zero, which suits what was selected for its size, and nothing else. A block of zeros (or of nothing
-    above 2**-127) arrives as zeros; one with a value that is not finite, as NaN.
+    There is no zero, which suits elements that were selected for their size, and no others. A block of zeros (or of
+    nothing above 2**-127) arrives as zeros; one with a value that is not finite, as NaN.
     """
 
     code, bits = 5, 2

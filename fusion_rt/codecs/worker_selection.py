@@ -1,10 +1,10 @@
-"""Selection by a worker, on a GPU, in place of its daemon: what it has selected of a bucket lies in a *tray*, memory
-that both share, and so does what comes back.
+"""Selection by a worker, on a GPU, in place of its daemon: its selection from a bucket lies in a *tray*, memory
+that both share, and so do the daemon's corrections.
 
-The residual is the worker's then. What it takes out of that and the daemon does not send, because values are rounded or
-an owner cuts a sum, comes back as *corrections*, which the worker adds to its residual before it selects again. So the
-sum of all residuals, corrections and results is what was given, as it is where the daemon selects. Should the daemon
-have to select in between, or be asked for its state, corrections become a residual there.
+The residual is the worker's then. Values that it takes out of that and the daemon does not send, because values are
+rounded or an owner cuts a sum, comes back as *corrections*, which the worker adds to its residual before it selects
+again. So the sum of all residuals, corrections and results is the sum of all gradients, as it is where the daemon
+selects. Should the daemon have to select in between, or be asked for its state, corrections become a residual there.
 
 A tray is words (int32, or float32 where they are values), one part after the other:
 
@@ -46,7 +46,7 @@ _SPARE = 64  # corrections for which there is room besides
 
 
 def is_selected_from(dtype: DType) -> bool:
-    """Says whether workers select from buckets of this element type: what is float32, or becomes it exactly."""
+    """Says whether workers select from buckets of this element type: float32, or a type that becomes it exactly."""
     return dtype.is_half or dtype is DTYPES["float32"]
 
 
@@ -68,8 +68,8 @@ class Shape:
 
     @property
     def corrections(self) -> int:
-        """The number of corrections for which there is room: those of what was selected here, and what an owner cuts of
-        all nodes' sum, which is about as many. What finds no room comes with the next ones."""
+        """The number of corrections for which there is room: those of elements selected here, and elements that an
+        owner cuts off all nodes' sum, which is about as many. The rest comes with the next ones."""
         return min(self.elements, 4 * sum(self.rooms) + self.dense + _SPARE)
 
     @property
@@ -90,7 +90,7 @@ class Tray:
     """One bucket's.
 
     Args:
-        shape: what it has room for.
+        shape: the numbers of elements that it has room for.
         memory: its bytes (uint8), at least `shape.nbytes`, which begin at a multiple of `ALIGNMENT`.
 
     Attributes:
@@ -121,7 +121,7 @@ class Tray:
         return int(self.verdict[0]) == SPOILED or any(words[_SPOILED_WORD] for words in self.groups)
 
     def selected(self) -> tuple[Array, Array, Array]:
-        """Returns what the worker has selected: indices, values, and the values that are always sent; copies.
+        """Returns the worker's selection: indices, values, and the values that are always sent; copies.
 
         Raises:
             CodecError: it is no selection of this bucket.
@@ -206,7 +206,7 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
 
     @abstractmethod
     def adopt(self, tray: Tray) -> Selection:
-        """Contributes what a worker has selected, in place of its gradient.
+        """Contributes a worker's selection, in place of its gradient.
 
         Raises:
             CodecError: it is no selection of this bucket; nothing has changed.
@@ -214,10 +214,10 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
 
     @abstractmethod
     def disown(self, tray: Tray) -> None:
-        """Gives back what a worker has selected, for a step that did not begin. Raises as `adopt`."""
+        """Gives back a worker's selection, for a step that did not begin. Raises as `adopt`."""
 
     def correct(self, tray: Tray, undone: bool) -> None:
-        """Tells the worker by what to correct its residual, and whether the step is undone."""
+        """Tells the worker the corrections of its residual, and whether the step is undone."""
         if self.corrections is not None:
             tray.answer(*self.corrections.take(tray.shape.corrections), self.step, undone)
 
@@ -238,7 +238,7 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
             self.corrections.scale(self.layout.spans, factors)
 
     def residual_norm(self) -> float:
-        """The L2 norm of the residual, without padding; of what is here of it."""
+        """The L2 norm of the residual, without padding; of the part that is here."""
         return super().residual_norm() if self.corrections is None else self.corrections.norm()
 
     def state_dict(self, copies: bool = True) -> dict[str, Array]:
@@ -250,7 +250,7 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
         super().load_state_dict(state, partial)
 
     def _given(self, tray: Tray) -> Selection:
-        """Returns what a worker has selected; from now on the residual is the worker's. Raises `CodecError`."""
+        """Returns a worker's selection; from now on the residual is the worker's. Raises `CodecError`."""
         indices, values, always = tray.selected()
         if self.corrections is None:
             self.corrections = Corrections.of(self._residual)
@@ -258,7 +258,8 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
 
 
 def left(wanted: Array, sent: Array) -> Array:
-    """Returns what is not sent of some values, all where what is sent is not finite; zeros for what is not finite."""
+    """Returns the unsent parts of some values: all of a value whose payload is not finite; zeros where it is not finite
+    itself."""
     with np.errstate(invalid="ignore"):
         rest: Array = np.where(np.isfinite(sent), wanted - sent, wanted)
     rest[~np.isfinite(wanted)] = 0
