@@ -2,16 +2,16 @@
 
 A tensor that is used a third time is *adopted*: the pages that it has to itself are copied into a segment of the arena,
 which is mapped in their place. From then on the daemon finds it as it finds all that is in the arena, without a copy.
-What the tensor has in the pages at its edges, which it shares with other memory, is copied to the segment and back with
-each operation.
+The parts of the tensor in the pages at its edges, which it shares with other memory, are copied to the segment and back
+with each operation.
 
-What makes that safe:
+This is safe for these reasons:
 
-- Memory is adopted only where malloc may do with it what it does with its own (`_is_ordinary`), and the allocation is
-  held, so that it is not freed meanwhile. When nobody else holds it, its pages become ordinary ones again.
+- Memory is adopted only where malloc may treat it as its own (`_is_ordinary`), and the allocation is
+  held, so that it is not freed meanwhile. When it has no other holder, its pages become ordinary ones again.
 - A script may free the memory of a storage that it keeps (`resize_`), and other mappings may take its place. So before
   each use the storage is asked where it is, and then the kernel, whether the segment still is there.
-- A forked child has to get a copy of what its parent has, and not to share it. So before a fork all that is adopted is
+- A forked child has to get a copy of its parent's memory, and not to share it. So before a fork all that is adopted is
   mapped privately, which changes no contents, and loses nothing that another thread writes meanwhile. Pages that the
   daemon is about to write a result into stay as they are; there the child does so, and the parent at the next occasion.
 """
@@ -64,7 +64,7 @@ class Allocation(Protocol):
         """Returns its address and its bytes."""
 
     def is_unused(self) -> bool:
-        """Returns whether nobody else holds it."""
+        """Returns whether it has no other holder."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class _Adopted:
         descriptor, inode: of the segment.
         allocation: holds the memory; `place`: where that was.
         reads: number of the operations under way that only read it.
-        writes: what the others write.
+        writes: the others' writes.
         is_dropped: it is not adopted any more, and its segment is dropped once no operation uses it.
     """
 
@@ -252,7 +252,7 @@ class Adoptions:
         return True
 
     def sweep(self) -> None:
-        """Gives back what nobody uses any more. To be called by one thread at a time."""
+        """Gives back memory without a user. To be called by one thread at a time."""
         with self._lock:
             for each in self._adopted[:]:
                 if each.is_busy or not each.allocation.is_unused():
@@ -307,7 +307,7 @@ class Adoptions:
         return True
 
     def _has_opened(self) -> bool:
-        """Opens what the kernel tells about memory; returns whether it could."""
+        """Opens the kernel's report about memory; returns whether it could."""
         try:
             if self._pages < 0:
                 self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -328,13 +328,13 @@ class Adoptions:
         return not size & _NOT_MAIN and nbytes + 8 <= size & ~_FLAGS <= nbytes + _SLACK
 
     def _page(self, address: int) -> int:
-        """Returns what the kernel tells of a page."""
+        """Returns the kernel's report of a page."""
         return int.from_bytes(os.pread(self._pages, 8, address // _PAGE * 8), "little")
 
     def _privatise(self, chosen: Sequence[_Adopted], keeps_written: bool = False) -> bool:
         """Maps adopted memory privately: it has the contents that it had, and is this process's alone from now on.
 
-        What was is not adopted any more; the kernel may refuse it.
+        Ends the adoption; the kernel may refuse it.
 
         Args:
             keeps_written: pages stay as they are that an operation under way writes.
@@ -353,7 +353,7 @@ class Adoptions:
         return all(each.is_dropped for each in chosen)
 
     def _privatise_in_child(self) -> None:
-        """Does so after a fork, with what the parent has left; what it knows of memory is the parent's."""
+        """Does so after a fork, with the parent's leavings; its view of memory is the parent's."""
         for each in self._adopted[:]:
             _make_private(each, ())
             if each.shared:
@@ -404,7 +404,7 @@ def _map(address: int, nbytes: int, flags: int, descriptor: int, offset: int) ->
 
 
 def _make_private(adopted: _Adopted, kept: Sequence[Span]) -> None:
-    """Maps what an adopted tensor shares, except for some pages, and leaves what is shared then."""
+    """Maps the shared part of an adopted tensor, except for some pages, and leaves the rest shared."""
     left = []
     for low, high, offset in adopted.shared:
         bounds = sorted({low, high, *(min(max(at, low), high) for span in kept for at in span)})

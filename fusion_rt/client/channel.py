@@ -141,7 +141,7 @@ class Channel:
         Args:
             name: of the bucket, for messages to people.
             plan, bucket: ids of the plan and of the bucket in it.
-            message: made by `terms`; sent with what says which part it is.
+            message: made by `terms`; sent with the number of its part.
             nbytes, flush: its size, and why it is submitted now; only recorded.
 
         Raises:
@@ -173,7 +173,7 @@ class Channel:
         self._send_packet(packets.Packet(message, fd))
 
     def _send_packet(self, packet: packets.Packet) -> None:
-        """Sends what is more than a short message, or could not be sent at once. Raises as `send`."""
+        """Sends a message that is long, or could not be sent at once. Raises as `send`."""
         waited = 0.0
         while True:
             try:
@@ -193,7 +193,7 @@ class Channel:
             raise HorovodInternalError(self.failure) from None
 
     def poll(self, operation: Operation) -> bool:
-        """Returns whether the operation has ended; reads what has arrived, without waiting."""
+        """Returns whether the operation has ended; reads arrived messages, without waiting."""
         if not operation.done:
             self.read_available()
         return operation.done
@@ -237,7 +237,7 @@ class Channel:
         return awaited.done
 
     def read_available(self) -> None:
-        """Reads what has arrived, unless another thread reads already."""
+        """Reads arrived messages, unless another thread reads already."""
         with self._lock:
             if self.reading:
                 return

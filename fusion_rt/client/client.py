@@ -52,7 +52,7 @@ class Client:
         own_memory: says which tensors the daemon takes where they lie.
         adoptions: the tensors that were moved into the arena (`FUSION_MEMORY=adopt`).
         messages: from one rank to another.
-        watch: called with the kind of each operation that is begun here; None if nobody wants to know.
+        watch: called with the kind of each operation that is begun here; None: not called.
         wait, poll: the channel's.
 
     Raises:
@@ -254,7 +254,7 @@ class Client:
         """Opens a group of these ranks, of which this one is a member, and returns its id, the same on all of them.
 
         Only members know of it. Nothing is negotiated in it: an operation begins as soon as all members of a node have
-        submitted it, and operations are paired by order. Nobody may use it before all members have opened it, which
+        submitted it, and operations are paired by order. It must not be used before all members have opened it, which
         whoever opens it makes sure of.
 
         Args:
@@ -275,7 +275,7 @@ class Client:
         return group
 
     def close_group(self, group: int) -> None:
-        """Leaves a group. What is under way in it fails.
+        """Leaves a group. Its operations under way fail.
 
         Raises:
             KeyError: there is no such group.

@@ -109,7 +109,7 @@ class Messages:
 
         Args:
             group: id of the process set.
-            rank: who sends it, in the job; None: any rank of the group.
+            rank: its sender, in the job; None: any rank of the group.
             tag: of the message.
             place: where it goes, in the arena or in this process's own memory; None: it is the operation's `inline`,
                 and is not longer than `wire.MAX_INLINE`.

@@ -119,7 +119,7 @@ class Clocks:
         """Starts all counts anew once all ranks have joined, since they have not taken the same number of steps.
 
         Args:
-            first: the highest of what `after_join` returns on all ranks.
+            first: the highest result of `after_join` of all ranks.
         """
         self.joins += 1
         self._first = first

@@ -78,7 +78,7 @@ class _Lasting:
     """The memory of a tensor that has been used, and may be again.
 
     Attributes:
-        identity, held: of the allocation, and what keeps the identity from being another's.
+        identity, held: of the allocation, and a reference that keeps the identity from being another's.
         low, high: between these addresses it can have huge pages.
         next: up to this address it has them.
         refused: the kernel has none for it.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def usual_of_others(values: Sequence[float], together: int = 1) -> list[float | None]:
-    """Returns, for each value, what is usual among the others: their lower median; None where there is no other.
+    """Returns, for each value, the usual value of the others: their lower median; None where there is no other.
 
     The lower of two in the middle, so that of an even number the faster ones are the measure: half of all may be slow.
 

@@ -36,7 +36,7 @@ class CostModel:
         return CostModel(latency, 1 / rate if rate else 2.0 ** round(math.log2(self.seconds_per_byte)))
 
     def chunk_bytes(self, largest: int) -> int:
-        """Returns the payload of a chunk (bytes): what links carry in `_CHUNK_SECONDS`, but at most `largest`.
+        """Returns the payload of a chunk (bytes): as many as links carry in `_CHUNK_SECONDS`, but at most `largest`.
 
         A chunk costs every node some Python, so fast links want large ones; but the last one passes through all nodes
         alone, so slow links want small ones. Measured: docs/design.md, "The data path".
@@ -47,16 +47,17 @@ class CostModel:
     def link_credit(self, largest: int) -> int:
         """Returns the bytes that a connection may have sent and not acknowledged, at most `largest`.
 
-        That is what a link carries in `_CREDIT_SECONDS`, for which the peer's event loop may be busy otherwise, and in
-        a round trip, with a quarter more because messages are acknowledged as a whole. It is at least `_LEAST_CREDIT`:
-        on a slow link that carries as much the other way, acknowledgements wait behind what is under way there.
+        That is as much as a link carries in `_CREDIT_SECONDS`, for which the peer's event loop may be busy otherwise,
+        and in a round trip, with a quarter more because messages are acknowledged as a whole. It is at least
+        `_LEAST_CREDIT`: on a slow link that carries as much the other way, acknowledgements wait behind the data under
+        way there.
         Measured: docs/design.md, "The data path".
         """
         busy = max(self._carried(_CREDIT_SECONDS), _LEAST_CREDIT)
         return min(largest, busy + int(1.25 * 2 * self.latency / self.seconds_per_byte))
 
     def acknowledged_bytes(self) -> int:
-        """Returns the bytes that a node receives before it acknowledges them: what links carry in a third of
+        """Returns the bytes that a node receives before it acknowledges them: as many as links carry in a third of
         `_CREDIT_SECONDS`, so that acknowledgements come before the sender has to wait for them."""
         return max(self._carried(_CREDIT_SECONDS / 3), _CHUNK_STEP)
 

@@ -2,7 +2,7 @@
 
 A graph is written as text, in a setting or on a command line:
 
-| text | who takes from whom | weights |
+| text | from which ranks a rank takes | weights |
 | --- | --- | --- |
 | `ring` | both neighbours | 1/3 each (two ranks: 1/2) |
 | `torus` | the neighbours in a grid closed on both sides, as square as possible; its rows run to and fro, so that ranks in sequence are neighbours and, with even sides, all neighbours have different parity | 1 / (1 + neighbours) |
@@ -110,7 +110,7 @@ class Mixing:
     def partners(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks of the other parity that `rank` takes from, or gives to, at any clock, ascending.
 
-        Between these AD-PSGD may average: an odd rank asks, an even one answers, so that nobody waits in a circle
+        Between these AD-PSGD may average: an odd rank asks, an even one answers, so that no ranks wait in a circle
         (arXiv 1710.06952).
         """
         return tuple(sorted(other for other in self._neighbours[self._checked(rank)] if (rank - other) % 2))
@@ -209,7 +209,7 @@ def check_dpsgd(mixing: Mixing) -> None:
 
 
 def check_symmetric(mixing: Mixing, algorithm: str) -> None:
-    """Checks that what two ranks take from each other has the same weight at every clock.
+    """Checks that two ranks take from each other with the same weight at every clock.
 
     Raises:
         MixingError: it has not.

@@ -1,6 +1,6 @@
-"""Codecs and algorithms of other packages: found by entry point, imported when somebody asks for their name.
+"""Codecs and algorithms of other packages: found by entry point, imported when their name is asked for.
 
-A name that another process has sent imports nothing but what is installed here: it is looked up in a table of the
+A name that another process has sent imports only packages that are installed here: it is looked up in a table of the
 entry points of installed packages (`importlib.metadata`), which no message changes.
 """
 
@@ -30,7 +30,7 @@ class Registry(dict[str, type[_Choice]]):
     `registry[name]` raises `KeyError` if there is none, and `PluginError` if there is one that cannot be used.
 
     Args:
-        kind: what they are, for messages to people: "codec".
+        kind: their word in messages to people: "codec".
         group: of the entry points that name others.
         base: from which they are all derived.
         built_in: cannot be replaced.

@@ -1,6 +1,6 @@
 """Choices written as text: `name`, or `name(argument=value, ...)`, in a setting, a flag or a signature.
 
-Each choice is a frozen dataclass: its fields are the arguments, and what is left out has its default. So codecs are
+Each choice is a frozen dataclass: its fields are the arguments, and those left out have their defaults. So codecs are
 written, and training algorithms.
 """
 
@@ -26,7 +26,7 @@ class SpecError(FusionError, ValueError):
 
 
 def parse(text: str, known: Registry[_Chosen]) -> _Chosen:
-    """Returns what is written as `text`.
+    """Returns the choice that is written as `text`.
 
     Arguments are Python literals with their names: `topk(density=0.01, value="fp16")`. Those left out have defaults.
 
@@ -35,7 +35,8 @@ def parse(text: str, known: Registry[_Chosen]) -> _Chosen:
 
     Raises:
         SpecError: `text` is not written like this, or names something, or an argument, that does not exist (then the
-            error has the nearest that does), or a value has the wrong type. What the dataclass raises, this raises.
+            error has the nearest that does), or a value has the wrong type. Errors of the dataclass are raised as they
+            are.
     """
     kind = known.kind
     name, arguments = _split(text, kind)

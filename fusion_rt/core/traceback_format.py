@@ -1,4 +1,4 @@
-"""Formats an error that tells of another process's traceback, so that nobody takes that for the traceback of this one.
+"""Formats an error that tells of another process's traceback, so that it is not taken for the traceback of this one.
 
 Whoever fails because another rank did prints a traceback whose message holds the other one's. The lines of that are
 indented, and those of this process begin at the margin: `runner.decisions.worker_errors` and people tell them apart by

@@ -9,5 +9,5 @@ def counted(number: int, what: str) -> str:
 
 
 def go_on(ranks: int) -> str:
-    """Returns who goes on: `1 rank goes on`, `2 ranks go on`."""
+    """Returns the number of ranks that go on, in words: `1 rank goes on`, `2 ranks go on`."""
     return f"{counted(ranks, 'rank')} {'goes' if ranks == 1 else 'go'} on"

@@ -54,7 +54,7 @@ class StartedDaemon:
             stdin.write(encode_line(peers))
 
     def leave(self) -> None:
-        """Lets it go on by itself: nobody here waits for its end, nor is warned of that when this process ends."""
+        """Lets it go on by itself: this process does not wait for its end, nor warns of that at its own."""
         self._process.returncode = 0
 
     def end(self) -> None:

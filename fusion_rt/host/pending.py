@@ -13,7 +13,7 @@ class Pending(Generic[K]):
 
     Members of the job show that within a moment. So when there are too many connections, the oldest one is closed, of
     the host that has most of them, and strangers only displace each other. Connections that are expected from a host
-    are not counted: how many hosts a job has does not change what strangers of other hosts may have.
+    are not counted: how many hosts a job has does not change the share of strangers of other hosts.
 
     Args:
         most: connections at a time that are not expected, in all.

@@ -16,7 +16,7 @@ def listen_in(ports: range, listen: Callable[[int], T]) -> T:
 
     Args:
         ports: the range; empty: `listen` is called with 0, for any port.
-        listen: listens on a port. An exception whose `errno` is EADDRINUSE says that somebody else does.
+        listen: listens on a port. An exception whose `errno` is EADDRINUSE says that another process does.
 
     Raises:
         FusionError: all ports of the range are taken.

@@ -1,7 +1,7 @@
 """Files of this user in places where other users can write as well, such as /tmp.
 
-Whatever this project writes, it opens here (`tests/test_writers.py` finds the rest): who opens a file need not think
-of those who could have planted a link under its name.
+All files that this project writes are opened here (`tests/test_writers.py` finds the rest), so that no other module
+has to think of links that were planted under their names.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def open_private(
     """Opens a file for writing and returns its descriptor, which no child inherits.
 
     An existing file is used, and keeps its mode, if it belongs to this user and has no other name; a device of root's,
-    such as /dev/null, is used, too. Links are not followed: anybody who can write to the directory could have made one
-    to another file of this user.
+    such as /dev/null, is used, too. Links are not followed: any user with write access to the directory could have made
+    one to another file of this user.
 
     Args:
         path: of the file.
@@ -36,7 +36,7 @@ def open_private(
         mode: of a new file.
 
     Raises:
-        OSError: the file cannot be made, or is somebody else's; `strerror` says so.
+        OSError: the file cannot be made, or is another user's; `strerror` says so.
     """
     truncated, flags = flags & os.O_TRUNC, flags & ~os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
@@ -73,7 +73,7 @@ def replacing(path: str, part: str = "", mode: int = 0o600) -> Iterator[IO[bytes
     the block, and is removed if that raises.
 
     Args:
-        path: of the file. What is there, a link as well, is replaced.
+        path: of the file. A file or link that is there is replaced.
         part: where it is until then, in the same directory; by default, a new name for each call. What is there is
             removed: the part of a process that was killed, or a link.
         mode: of the file.

@@ -39,7 +39,7 @@ class Calls:
     """The two system calls, as functions in C.
 
     Attributes:
-        reads, writes: addresses of process_vm_readv and process_vm_writev, or of what stands in for them; 0 where the
+        reads, writes: addresses of process_vm_readv and process_vm_writev, or of their substitutes; 0 where the
             C library has none.
     """
 
@@ -75,7 +75,7 @@ class Process:
 
     Args:
         pid: its number, as this process sees it.
-        who: it, in messages to people.
+        who: the process, in messages to people.
 
     Raises:
         ProcessMemoryError: there is no such process, or this one cannot see it.

@@ -71,7 +71,8 @@ def _new_memfd() -> int:
 
 
 def _after_fork() -> None:
-    """Undoes the registration in a forked child: the memfd is the parent's, and nobody asks for a child's stacks."""
+    """Undoes the registration in a forked child: the memfd is the parent's, and a child's stacks are never asked
+    for."""
     global _memfd, _lock
     _lock = threading.Lock()  # another thread may have held it
     if _memfd >= 0:

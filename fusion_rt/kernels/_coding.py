@@ -1,4 +1,4 @@
-"""The kernels that pack indices, which Numba compiles: see `coding`, which calls them, for what they do.
+"""The kernels that pack indices, which Numba compiles: `coding`, which calls them, describes them.
 
 Each gets the address of a block of 64-bit words, in which it also leaves its results.
 """

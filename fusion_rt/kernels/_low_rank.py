@@ -1,4 +1,4 @@
-"""The kernels for low-rank approximations, which Numba compiles: see `low_rank`, which calls them, for what they do.
+"""The kernels for low-rank approximations, which Numba compiles: `low_rank`, which calls them, describes them.
 
 Each gets the address of a block of 64-bit words. Sums are in a fixed order, whatever the processor and the number of
 threads, because all nodes have to get the same bits. Matrices are row after row; their factors vector after vector.

@@ -1,4 +1,4 @@
-"""The kernels that quantise blocks, which Numba compiles: see `quantisation`, which calls them, for what they do.
+"""The kernels that quantise blocks, which Numba compiles: `quantisation`, which calls them, describes them.
 
 Each gets the address of a block of 64-bit words. Elements are handled by the dozen (`llvm.lanes`), and one by one where
 a block ends.

@@ -1,4 +1,4 @@
-"""The kernels that select elements, which Numba compiles: see `selection`, which calls them, for what they do.
+"""The kernels that select elements, which Numba compiles: `selection`, which calls them, describes them.
 
 The magnitude of a float32 is its bits without the sign, as an integer: it orders numbers by their absolute value,
 infinity above them, and NaN above infinity. Each kernel gets the address of a block of 64-bit words, in which it also
@@ -187,7 +187,7 @@ def _kth(values, size, k, most, guess):  # type: ignore[no-untyped-def]
 
 @njit
 def _gather(values, size, first, threshold, indices, found):  # type: ignore[no-untyped-def]
-    """Copies what has at least that magnitude. Its indices are counted from `-first`."""
+    """Copies elements of at least that magnitude. Its indices are counted from `-first`."""
     i, count = 0, 0
     while i < size:
         wide = i + lanes(_WIDE) <= size

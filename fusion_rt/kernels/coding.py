@@ -3,7 +3,7 @@
 The gap before an index is the number of elements since the one before it (since `low` for the first). Its lowest `bits`
 bits go to the low part, one after the other; the rest goes to the high part, as that many zeros and a one. Bits fill
 bytes from the lowest on. The best number of bits is near log2 of the mean gap; with 0 the high part is a bitmap of the
-range, without what follows the last one. Two streams, so that decoding finds ones in whole words.
+range, without the bits behind the last one. Two streams, so that decoding finds ones in whole words.
 
 `reference` computes the same, plainly.
 """

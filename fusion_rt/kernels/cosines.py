@@ -6,7 +6,8 @@ lie tile after tile, those of a tile column after column: as those of the transp
 first element is (i, j) begins at i * columns + (rows of the tile) * j.
 
 All arrays are float32, contiguous. Bits depend on nothing but the arguments: neither on the number of threads nor on
-the processor. What is not finite makes all of its tile so. `reference` computes the same, plainly, to within rounding.
+the processor. A value that is not finite makes all of its tile so. `reference` computes the same, plainly, to within
+rounding.
 """
 
 from __future__ import annotations

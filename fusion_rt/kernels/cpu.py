@@ -50,8 +50,8 @@ def reduce(
 
     float16 and bfloat16 are computed in float32 and rounded once, to the nearest, ties to even; scale factors are first
     rounded to the type that is computed in. min and max give NaN where any source is NaN, and order -0 before +0.
-    Integers wrap around; what a scale factor makes of them is truncated toward zero; the division by `divisor` is exact
-    and truncated toward zero, and what is divided was added up in int64 (`reduce_widened`). A bool is true when its
+    Integers wrap around; their product with a scale factor is truncated toward zero; the division by `divisor` is exact
+    and truncated toward zero, and its dividend was added up in int64 (`reduce_widened`). A bool is true when its
     byte is not 0: sum and max are "or", product and min are "and", outputs hold 0 or 1.
 
     Args:
@@ -143,7 +143,7 @@ def _combine_bits(bitwise: Any, dtype: DType, sources: Sequence[Array], outputs:
 
 
 def convert(source: Array, source_dtype: DType, target: Array, target_dtype: DType) -> None:
-    """Converts between floating types, rounding to the nearest, ties to even; what is out of range becomes infinite.
+    """Converts between floating types, rounding to the nearest, ties to even; values out of range become infinite.
 
     float64 becomes a half type by way of float32, so it is rounded twice. A NaN stays a NaN.
 

@@ -45,7 +45,7 @@ def product(left: Array, right: Array, out: Array, sign: int = 0, team: Team = A
 
 def orthonormalise(vectors: Array) -> None:
     """Makes vectors (rank, n) orthonormal, in their order, by modified Gram-Schmidt; those that depend on the ones
-    before them become zero. What is not finite makes all of its vector NaN, and those after it."""
+    before them become zero. A value that is not finite makes all of its vector NaN, and those after it."""
     if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.flags.c_contiguous:
         raise ValueError(f"vectors are float32 (rank, n), contiguous, not {vectors.dtype} {vectors.shape}")
     _orthonormalise(vectors.ctypes.data, vectors.shape[1], len(vectors))

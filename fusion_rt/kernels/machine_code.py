@@ -75,7 +75,7 @@ class MachineCode:
 
     Args:
         folders: where compiled kernels are looked for, in this order; a new one is written to the first that can be
-            written. With none, or none that is writable, every process compiles what it needs.
+            written. With none, or none that is writable, every process compiles its kernels.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -99,7 +99,7 @@ class MachineCode:
         """Loads these kernels, and compiles in one go the ones that have to be.
 
         Raises:
-            KernelError: the compiler failed; the text has what it said.
+            KernelError: the compiler failed; the text has its message.
         """
         wanted = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._addresses]
         if not wanted:
@@ -219,7 +219,7 @@ def _unload_pages_of(library: str) -> None:
 
 
 def write_record(stream: BinaryIO, kernel: str, code: bytes) -> None:
-    """Writes what the compiler sends for each kernel: its name, the length of the code, and the code."""
+    """Writes the compiler's answer for each kernel: its name, the length of the code, and the code."""
     stream.write(f"{kernel} {len(code)}\n".encode() + code)
 
 

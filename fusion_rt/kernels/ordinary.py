@@ -1,7 +1,7 @@
 """Reduction and copies of arrays that are in the memory of other processes, beside those of this one.
 
 `Remote` stands for such an array. It can be sliced, so that threads share the work as they do with arrays of this
-process; what is done with it takes one pass, block by block, without the interpreter (`_ordinary`).
+process; the work on it takes one pass, block by block, without the interpreter (`_ordinary`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def reduce(
     postscale: float = 1.0,
     divisor: int = 1,
 ) -> None:
-    """Does what `cpu.reduce` does, with the same bits, where some of the arrays are in other processes.
+    """Reduces as `cpu.reduce` does, with the same bits, where some of the arrays are in other processes.
 
     Outputs in other processes may be written before all sources are read: an output is a source, or overlaps none.
 
@@ -150,7 +150,7 @@ def _taken(source: Operand) -> Array:
 
 
 def _run(reduction: int, request: Array, sources: Sequence[Operand], outputs: Sequence[Operand]) -> None:
-    """Calls the kernel for all elements. See `machine_code` for what it is asked.
+    """Calls the kernel for all elements. `machine_code` describes the request.
 
     Args:
         reduction: the address of a kernel; 0: the only source is copied.
@@ -192,7 +192,7 @@ def _why(operand: Operand, read: bool) -> ProcessMemoryError:
 
 
 class _Scratch(threading.local):
-    """The scratch memory of each thread, which grows to what it has needed, and whose pages stay warm."""
+    """The scratch memory of each thread, which grows as needed, and whose pages stay warm."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)

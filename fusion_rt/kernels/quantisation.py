@@ -9,7 +9,7 @@ with blocks is a part of the payload of the whole.
 nearest (of two, the one below); -128 if it is not finite.
 
 `INT4`: the same with 7 for 127 and -8 for -128. Of each 32 consecutive elements of a record, the first 16 are the lower
-halves of 16 bytes, and the others the upper ones; of what is left at its end, two that follow each other share a byte.
+halves of 16 bytes, and the others the upper ones; at its end, two that follow each other share a byte.
 
 `INT2`: s is 1.25 times the mean magnitude of the block; an element is one of four numbers, -1.5 s, -.5 s, .5 s and
 1.5 s, whose q is -2 to 1. s is 0 where all elements are 0, and NaN if one is not finite. Of 32 elements, each 8 are two
@@ -19,7 +19,7 @@ this is the best s, and the nearest of the four never leaves more of a block tha
 `ONEBIT`: the float32 is the mean magnitude of the block, NaN if an element is not finite; an element is its sign bit, 8
 in a byte from the lowest on.
 
-What is left, element by element and in float32, is x minus what it arrives as. Nothing is left of what is not finite;
+The rest, element by element and in float32, is x minus its arriving value. It is 0 where that is not finite;
 with `INT2` and `ONEBIT`, whose block is NaN then, all is left of the finite elements beside it. `reference` computes
 the same, plainly.
 """
@@ -99,7 +99,7 @@ class Quantiser:
         draw: Draw | None = None,
         decay: float = 1.0,
     ) -> bool:
-        """Adds the gradient to the residual times `decay`, writes the sum as blocks, and keeps what is left of it.
+        """Adds the gradient to the residual times `decay`, writes the sum as blocks, and keeps the rounding errors.
 
         Elements to which the gradient cannot be added, because the sum would not be finite, are written without it.
 
@@ -107,7 +107,7 @@ class Quantiser:
             residual: float32, contiguous, writable, n elements.
             gradient: as `residual`; None when it has been added already.
             out: uint8, contiguous, `nbytes(n, block, phase)` bytes.
-            keep: what is left becomes the residual; if not, zeros do.
+            keep: rounding errors become the residual; if not, zeros do.
             base: the counter of the first element, for `draw`.
             draw: the random bits that integers are rounded with; without, they are rounded to the nearest.
             decay: where there is a gradient, the residual is multiplied by this first.

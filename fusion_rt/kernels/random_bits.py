@@ -1,4 +1,4 @@
-"""Random bits by counter: what is drawn depends on the numbers that it is drawn for, and on nothing else."""
+"""Random bits by counter: a draw depends on the numbers that it is made for, and on nothing else."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The magnitude of a number is its bits without the sign, as an integer from 0 to 2**31 - 1. It orders numbers by absolute
 value; infinity is above all of them, and NaN above infinity. So a threshold is an integer, there are no special cases,
-and what is not finite is selected before anything else. `reference` computes the same, plainly.
+and values that are not finite are selected before all others. `reference` computes the same, plainly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ ROUTINES = tuple(routine.name for routine in (_collect, _count, _take, _sample, 
 
 @dataclass
 class Memory:
-    """The operands of a pass, what is added and to what: 1-D contiguous float32 arrays of the same length.
+    """The operands of a pass, a gradient and the memory that it is added to: 1-D contiguous float32 arrays of the same
+    length.
 
     With g = gradient * factor, element by element and in float32, and after residual *= decay:
 
@@ -99,7 +100,7 @@ class Found:
 
 
 def collect(memory: Memory, ranges: Iterable[Range], threshold: int, found: Found, quota: int = UNLIMITED) -> None:
-    """Adds, and appends to `found` what then has a magnitude of at least `threshold`.
+    """Adds, and appends to `found` the elements whose magnitude is then at least `threshold`.
 
     Args:
         ranges: of elements, ascending.
@@ -118,7 +119,7 @@ def collect(memory: Memory, ranges: Iterable[Range], threshold: int, found: Foun
 
 @np.errstate(over="ignore", invalid="ignore")
 def withdraw(memory: Memory, ranges: Iterable[Range]) -> None:
-    """Takes out what passes over the same memory have added, as exactly as float32 adds up and multiplies."""
+    """Takes out the sums that passes over the same memory have added, as exactly as float32 adds up and multiplies."""
     assert memory.gradient is not None
     for first, end in ranges:
         for low in range(first, end, _PART_ELEMENTS):
@@ -225,7 +226,7 @@ def take(
 
 
 def collect_shares(memory: Memory, shares: list[list[Range]], threshold: int, capacity: int, team: Team) -> list[Found]:
-    """Collects what each thread finds in its share, of which it keeps at most `capacity` elements."""
+    """Collects the finds of each thread in its share, of which it keeps at most `capacity` elements."""
     found = [Found(min(capacity, sum(high - low for low, high in part))) for part in shares]
     team.run([partial(collect, memory, part, threshold, each) for part, each in zip(shares, found, strict=True)])
     return found

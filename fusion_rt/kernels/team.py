@@ -25,7 +25,8 @@ class Team:
         self._pool = ThreadPoolExecutor(self.threads - 1, "team") if self.threads > 1 else None
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Runs all jobs and returns when they have ended. Raises the first exception; what was not begun is left."""
+        """Runs all jobs and returns when they have ended. Raises the first exception; jobs that were not begun are
+        left."""
         if self._pool is None or len(jobs) == 1:
             for job in jobs:
                 job()

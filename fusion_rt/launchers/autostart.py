@@ -156,7 +156,7 @@ def _connect(where: Environment, settings: Settings) -> Client:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Returns what tells a file from others that were or will be at the same path; None if there is none."""
+    """Returns a key that tells a file from others that were or will be at the same path; None if there is none."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

@@ -109,7 +109,7 @@ def unseal(secret: bytes, name: str, value: bytes, kind: type[_T]) -> _T:
     """The message in a stored value.
 
     Raises:
-        WireError: nobody who knows the secret has stored that under that name, or it is no such message.
+        WireError: it was not stored under that name with the secret, or it is no such message.
     """
     if not is_sealed(secret, name, value):
         raise WireError(f"{name} was stored by somebody else, or with another secret (FUSION_JOB_SECRET_FILE)")
@@ -117,7 +117,7 @@ def unseal(secret: bytes, name: str, value: bytes, kind: type[_T]) -> _T:
 
 
 def is_sealed(secret: bytes, name: str, value: bytes) -> bool:
-    """Tells whether somebody who knows the secret has made a value for that name."""
+    """Tells whether a value was made for that name with the secret."""
     found, _, line = value.partition(b" ")
     return hmac.compare_digest(found, digest(secret, name.encode() + b"\0" + line))
 

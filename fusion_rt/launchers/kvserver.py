@@ -28,7 +28,7 @@ class HttpServer:
             machine's, it listens on that, else on all there are.
         ports: on the first of these that is free.
         scope: first part of the keys.
-        prove: makes what it says about itself.
+        prove: makes its proof of identity.
         admits: whether a value may be stored under a key.
         max_keys: how many there may be.
 

@@ -1,8 +1,8 @@
 """Small key-value stores over HTTP, in which the nodes of a job without `fusionrun` leave word for each other.
 
 `horovodrun` serves one (`GET` and `PUT` of `/<scope>/<key>`, 404 until the key is there). For other launchers rank 0
-serves one of the same kind while the job comes up. What either side reads from the network is limited before it is
-read, in bytes and in seconds; what it means is the rendezvous's business.
+serves one of the same kind while the job comes up. Reads of either side from the network are limited beforehand,
+in bytes and in seconds; their meaning is the rendezvous's business.
 
 Python's own HTTP modules are not used: each of their reads has a time-out, but all of them together have none.
 """
@@ -55,7 +55,7 @@ class Store(Protocol):
 
 
 class HttpStore:
-    """A store that somebody else serves.
+    """A store that another process serves.
 
     Args:
         places: where it may be, likeliest first.
@@ -94,8 +94,8 @@ class HttpStore:
     def _find(self) -> Address:
         """The place of this job's store; other jobs, and other programs, may be found at the rest.
 
-        Anybody may ask the store what it answers, and pass that on. So it is asked for another word each time, which is
-        of its port as well: nobody on the same host can be taken for it.
+        Any process may ask the store, and pass its answer on. So it is asked for another word each time, which is
+        of its port as well: no other process of the same host can be taken for it.
         """
         if self._place is not None or self._prove is None:
             return self._place or self._places[0]

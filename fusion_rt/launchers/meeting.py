@@ -19,7 +19,7 @@ class Meeting:
     """The way in which the workers of a job without `fusionrun` meet.
 
     Attributes:
-        kind: who serves the store: "horovodrun", "torchrun" (its agent), "rank0", or "script" (which has opened it).
+        kind: the server of the store: "horovodrun", "torchrun" (its agent), "rank0", or "script" (which has opened it).
         addresses: where it is, or may be, likeliest first.
         scope: first part of the keys, of this start of the job alone.
         node: the same for the workers of one node, and for no others.
@@ -78,6 +78,6 @@ def hosts_of_uri(uri: str) -> tuple[str, ...]:
 
 
 def identity(launcher: str, *parts: str) -> str:
-    """An id made of what tells a start of a job from all others."""
+    """An id that tells a start of a job from all others."""
     text = "\0".join(parts).encode("utf-8", "surrogateescape")
     return f"{launcher}-{hashlib.blake2b(text, digest_size=8).hexdigest()}"

@@ -10,7 +10,8 @@ numbers are in it, and one with numbers of the past is never confirmed and gives
 
 The store is not trusted: entries are typed, limited in size, and carry a keyed digest. With a secret that the job's
 processes share, nobody else can make one; without, the digest only keeps jobs apart, and whoever can write to the
-store can take part (docs/launchers.md). What is no entry of this job counts as not there. Nothing secret is stored.
+store can take part (docs/launchers.md). A value that is no entry of this job counts as not there. Nothing secret is
+stored.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Rendezvous:
     def assign(
         self, arrival: Arrival, launcher: str, check: Callable[[Topology], None] = lambda topology: None
     ) -> Assignment:
-        """Leaves word where this rank is, and returns what all ranks have agreed on.
+        """Leaves word where this rank is, and returns the choice of all ranks.
 
         Args:
             arrival: this rank's word.
@@ -206,7 +207,7 @@ class Rendezvous:
         """The endpoints of all daemons of the job.
 
         Raises:
-            FusionError: not all of them came up in time, or somebody else spoke for this node.
+            FusionError: not all of them came up in time, or another process spoke for this node.
         """
         key = f"{assignment.job}.peers"
         if self._rank == 0:
@@ -225,7 +226,7 @@ class Rendezvous:
         raise self._unreachable()
 
     def clear(self) -> None:
-        """Removes what is in the store; to be called by rank 0 when all ranks have joined."""
+        """Removes the store's entries; to be called by rank 0 when all ranks have joined."""
         for key in self._seen:
             try:
                 self._store.remove(key)

@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 class NoAnswer(FusionError):
-    """A daemon does not answer. `pid`: its process, or 0 if nobody listens."""
+    """A daemon does not answer. `pid`: its process, or 0 if there is no listener."""
 
     def __init__(self, message: str, pid: int) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ def ask(found: Found, request: wire.ToolMessage, timeout: float) -> tuple[int, d
 
     Raises:
         NoAnswer: it is dead, or does not answer within `timeout` seconds.
-        FusionError: the directory is not this user's alone, or somebody else listens there.
+        FusionError: the directory is not this user's alone, or another user's process listens there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
         sock.settimeout(timeout)

@@ -133,7 +133,7 @@ class AgentConnection:
             ) from None
 
     def changes(self) -> list[HostsChanged]:
-        """Returns what was heard of hosts that came or went since the last call, in order. Does not wait.
+        """Returns the notices of hosts that came or went since the last call, in order. Does not wait.
 
         Raises:
             FusionError: the agent is gone, or says what makes no sense.
@@ -149,7 +149,7 @@ class AgentConnection:
     def rejoin(self, error: str = "", is_unfit: bool = False) -> Assignment | Removed:
         """Asks for this worker's place in the next membership epoch and waits for it, as long as the launcher does.
 
-        What was heard before of hosts that changed is forgotten: the next epoch takes it into account.
+        Earlier notices of hosts that changed are forgotten: the next epoch takes it into account.
 
         Raises:
             FusionError: the agent is gone, or says what makes no sense.
@@ -200,7 +200,7 @@ _forked = False
 def agent() -> AgentConnection | None:
     """This process's connection to the agent of its host, which is made once; None where the job is not elastic.
 
-    A forked child has none: it would read what its parent waits for.
+    A forked child has none: it would read messages that its parent waits for.
 
     Raises:
         FusionError: the agent cannot be reached.
@@ -215,7 +215,7 @@ def move(connection: AgentConnection, error: str = "", is_unfit: bool = False) -
     """Waits for this worker's place in the next membership epoch, and takes it: its variables are in `os.environ` then.
 
     Args:
-        connection: what `agent` gave.
+        connection: the result of `agent`.
         error: why the worker has left the epoch before; empty if hosts changed.
         is_unfit: no epoch with as many ranks is of use.
 

@@ -34,12 +34,12 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
 def connect(sock: socket.socket, path: str) -> int:
     """Connects to a socket of this user; returns the pid of the process that listens there.
 
-    A worker trusts its daemon and unpickles what comes through it. So the socket has to be in a directory of this
-    user alone, and the kernel has to confirm that this user, or root, listens.
+    A worker trusts its daemon and unpickles messages that come through it. So the socket has to be in a directory of
+    this user alone, and the kernel has to confirm that this user, or root, listens.
 
     Raises:
         FusionError: the directory, or the process that listens, is not this user's.
-        OSError: nobody listens there.
+        OSError: there is no listener.
     """
     check_private_directory(os.path.dirname(path))
     sock.connect(path)

@@ -1,4 +1,4 @@
-"""Memory that a process holds, for its ring and for those who ask how it is."""
+"""Memory that a process holds, for its ring and for status reports."""
 
 from __future__ import annotations
 

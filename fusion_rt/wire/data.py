@@ -1,4 +1,4 @@
-"""The mesh: what stands before data (chunks of operations, pieces of messages), and what goes with it."""
+"""The mesh: headers of data (chunks of operations, pieces of messages), and messages beside it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CaughtUp(msgspec.Struct, tag="caughtup", array_like=True):
 
 
 class Piece(msgspec.Struct, tag="p", array_like=True):
-    """A piece of a message, which is what travels to or from a bucket's home; its payload is the next frame.
+    """A piece of a message to or from a bucket's home; its payload is the next frame.
 
     Attributes:
         epoch: the membership epoch.
@@ -78,7 +78,7 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
             those of the others (`told`: int64 numbers), or a shard its mirror on another node (`image`: all that it
             has, as named arrays; `update`: a gradient that it has applied, as it is).
         home: the rank whose home it concerns; -1: the only one that the bucket has.
-        rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
+        rank: the worker that posted, or is answered; between homes, the rank of the sending one.
         clock: the worker's, of the contribution; to a mirror, the number of the message, from 1 on.
         version: of the home: the one that a contribution is based on, or that an answer has; to a mirror, one more than
             the latest clock that counts in the update.

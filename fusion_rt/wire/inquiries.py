@@ -1,4 +1,4 @@
-"""Messages about what is under way, who waits for whom, and where workers are."""
+"""Messages about operations under way, waits between ranks, and places of workers."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
         submitted: local ranks that have submitted it, and wait.
         awaits: ranks, of any node, without which it cannot be done; of a home, those that it lacks.
         traffic: with the peers, once data is exchanged.
-        note: what else is known here; of an operation, that it is over.
-        signatures: of what they have submitted, where that was asked for.
+        note: a further remark; of an operation, that it is over.
+        signatures: of their submissions, where that was asked for.
     """
 
     kind: Literal["operation", "plan", "home", "message"]
@@ -88,7 +88,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Locate(msgspec.Struct, tag="locate", array_like=True):
-    """Asks where these ranks of the receiver are, and what it knows of these operations. Answered with `Located`."""
+    """Asks where these ranks of the receiver are, and about these operations. Answered with `Located`."""
 
     serial: Count
     ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_LOCATED)]
@@ -104,7 +104,7 @@ class Located(msgspec.Struct, tag="located", array_like=True):
 
 
 class WaitingRequest(msgspec.Struct, tag="waiting?", array_like=True):
-    """Asks what is under way on the receiver's node. Answered with `WaitingHere`.
+    """Asks for the operations under way on the receiver's node. Answered with `WaitingHere`.
 
     Attributes:
         key: asks for this operation only, with signatures, and also when it is over.
@@ -115,7 +115,7 @@ class WaitingRequest(msgspec.Struct, tag="waiting?", array_like=True):
 
 
 class WaitingHere(msgspec.Struct, tag="waiting", array_like=True):
-    """Answers `WaitingRequest`: what is under way on the sender's node.
+    """Answers `WaitingRequest`: operations under way on the sender's node.
 
     Attributes:
         pid: of its daemon.

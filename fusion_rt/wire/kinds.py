@@ -1,4 +1,4 @@
-"""The kinds of operations. A kind is declared here, once: its name, and what daemons and workers have to know of it."""
+"""The kinds of operations. A kind is declared here, once: its name, and its rules for daemons and workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Traits:
     """The properties of all operations of one kind.
 
     Attributes:
-        verb: what it does along the first dimension ("deals out"). Then it takes no scalars, and its result may have
+        verb: its effect along the first dimension ("deals out"). Then it takes no scalars, and its result may have
             another number of rows than the tensor. Empty: the result is as long as the tensor.
         uneven: ranks may differ in the first dimension, and the coordinator tells each the others' sizes.
         root: one rank's data goes out (`from`), or one rank gets the result (`to`).

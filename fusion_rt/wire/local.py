@@ -56,7 +56,7 @@ class DropSegment(msgspec.Struct, tag="drop", array_like=True):
 class OpenGroup(msgspec.Struct, tag="open_group", array_like=True):
     """This worker is a member of the group of these ranks (ascending), whose id is that of its key (`group_id`).
 
-    Answered with `Done`, or `Failed` where another group has the id. Nobody may use it before all members have opened
+    Answered with `Done`, or `Failed` where another group has the id. It must not be used before all members have opened
     it.
     """
 
@@ -66,7 +66,7 @@ class OpenGroup(msgspec.Struct, tag="open_group", array_like=True):
 
 
 class CloseGroup(msgspec.Struct, tag="close_group", array_like=True):
-    """This worker leaves a group: what is under way in it fails. Answered with `Done`."""
+    """This worker leaves a group: its operations under way fail. Answered with `Done`."""
 
     handle: Count
     group: Count
@@ -211,7 +211,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 class AwaitsAnswers(msgspec.Struct, tag="awaits", array_like=True):
     """The worker waits for all that it has posted to homes of a plan, and posts nothing more to them until it has the
-    answers. Nobody answers. For algorithms whose workers go on without them otherwise."""
+    answers. There is no answer. For algorithms whose workers go on without them otherwise."""
 
     plan: Count
 
@@ -244,7 +244,7 @@ class LoadState(msgspec.Struct, tag="load", array_like=True):
 
 
 class RecallShards(msgspec.Struct, tag="recall", array_like=True):
-    """Asks for what shards and mirrors of shards on this node had when the formation before ended; the result is named
+    """Asks for the state of shards and mirrors on this node at the end of the formation before; the result is named
     arrays (`local.array_codec`), `home:BUCKET:-1:KEY`, `mirror:BUCKET:-1:KEY` and `sender:BUCKET:RANK:codec/KEY`.
 
     Attributes:
@@ -261,7 +261,7 @@ class RecallShards(msgspec.Struct, tag="recall", array_like=True):
 
 
 class CompressionRequest(msgspec.Struct, tag="compression", array_like=True):
-    """Asks what compression has saved and cost on this node; the result is JSON."""
+    """Asks for the savings and costs of compression on this node; the result is JSON."""
 
     handle: Count
 
@@ -330,7 +330,7 @@ class StopRequest(msgspec.Struct, tag="stop", array_like=True):
 
 
 class HangRequest(msgspec.Struct, tag="hang", array_like=True):
-    """Asks who waits for whom in the job, and where these ranks are. From tools, as `StatusRequest`.
+    """Asks for the waits between ranks of the job, and where these ranks are. From tools, as `StatusRequest`.
 
     Answered with `Status`. `everyone`: also where all other ranks are.
     """

@@ -21,7 +21,7 @@ def group_id(key: str) -> int:
 
 
 def is_group(process_set: int) -> bool:
-    """Tells whether a process set is a group: known to its members only, who negotiate nothing."""
+    """Tells whether a process set is a group: known to its members only, which negotiate nothing."""
     return process_set >= GROUPS
 
 

@@ -157,7 +157,7 @@ class Start(msgspec.Struct, tag="start", array_like=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """The job cannot go on, because of what happened on the sender's node."""
+    """The job cannot go on, because of an event on the sender's node."""
 
     error: Text
 

@@ -90,7 +90,7 @@ class Reduction(msgspec.Struct, frozen=True):
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """Overrides of the daemons' settings for the buckets of one plan, whose ranks combine what they post and all get
+    """Overrides of the daemons' settings for the buckets of one plan, whose ranks combine their posts and all get
     the same.
 
     A field that is None leaves the setting as it is.

@@ -23,7 +23,7 @@ class RelayOpened(msgspec.Struct, tag="relay", array_like=True):
 
 
 class Relayed(msgspec.Struct, tag="relayed", array_like=True):
-    """Brings what has come on a connection.
+    """Brings bytes that have come on a connection.
 
     Attributes:
         serial: as in `RelayOpened`.

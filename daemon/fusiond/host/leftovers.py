@@ -1,7 +1,7 @@
 """Files that killed daemons, and agents of elastic jobs, have left behind, found by their locks: the kernel frees a
 lock with its process.
 
-A directory whose lock is free is nobody's. Its socket and lock are removed, and its log as well when it is empty or
+A directory whose lock is free has no daemon. Its socket and lock are removed, and its log as well when it is empty or
 old, or when somebody asks for it. A daemon looks when it starts, so that nothing piles up; `fusiond clean` does too.
 """
 

@@ -15,7 +15,7 @@ _LARGEST_ON_HEAP = 32 * 1024 * 1024  # bytes, the most that glibc accepts
 
 
 def allow_many_descriptors() -> None:
-    """Raises the limit of open descriptors to what the system allows: each segment of each worker's arena takes one."""
+    """Raises the limit of open descriptors to the system's maximum: each segment of each worker's arena takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -42,7 +42,7 @@ def keep_freed_memory() -> None:
 def exempt_from_collections() -> None:
     """Has Python's collector of garbage look at no object any more that there is now.
 
-    Modules and what they have made live as long as the daemon. To look at these 55,000 objects took 37 ms of processor
+    Modules and their objects live as long as the daemon. To look at these 55,000 objects took 37 ms of processor
     time, in the midst of the first step after each change of the membership: there the daemon frees the memory of
     workers that are gone.
     """

@@ -40,7 +40,7 @@ class StandardInput:
     Args:
         loop: watches it.
         fd: its descriptor.
-        start: what has been read from it already.
+        start: the bytes already read from it.
         kind: type of the lines.
         events: hears of it.
 

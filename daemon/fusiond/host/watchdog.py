@@ -54,7 +54,7 @@ class Watchdog:
 
 
 def _without_waiting(fd: int) -> int:
-    """Opens another descriptor of a file; writes to a pipe do not block, and drop bytes if nobody reads."""
+    """Opens another descriptor of a file; writes to a pipe without a reader do not block, and drop bytes."""
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         return os.dup(fd)
     return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

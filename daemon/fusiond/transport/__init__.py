@@ -1,1 +1,1 @@
-"""Messages between nodes: connections, authentication, flow control, and who is silent."""
+"""Messages between nodes: connections, authentication, flow control, and detection of silent nodes."""

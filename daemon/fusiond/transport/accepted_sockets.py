@@ -77,5 +77,5 @@ class AcceptedSockets:
 
 def hung_up(kept: socket.socket) -> bool:
     """Returns whether the other process has closed a connection, or the kernel has for it when it died. A network does
-    not: a firewall resets connections, or swallows what is sent on them."""
+    not: a firewall resets connections, or swallows their data."""
     return kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSE_WAIT

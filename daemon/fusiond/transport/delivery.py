@@ -2,27 +2,27 @@
 may break. No I/O.
 
 The sender of a connection numbers its messages from 1 on and keeps them until they are acknowledged (`SendWindow`).
-The receiver takes them in that order, and drops those that it has had (`ReceiveWindow`). What a new connection carries
-first is what was kept. Acknowledgements are cumulative and ride on every control message, for all connections at once:
+The receiver takes them in that order, and drops those that it has had (`ReceiveWindow`). A new connection carries
+the kept messages first. Acknowledgements are cumulative and ride on every control message, for all connections at once:
 
-    control message:  serial (8 bytes), number of connections (2), what was received of each (8 each), the message
+    control message:  serial (8 bytes), number of connections (2), the count received of each (8 each), the message
     payload message:  serial (8 bytes), the message; the payload is the next frame
 
-Serial 0 is for what need not arrive: heartbeats, acknowledgements and the last word to a peer that is lost.
+Serial 0 is for messages that need not arrive: heartbeats, acknowledgements and the last word to a peer that is lost.
 
-A large payload is kept as it was sent, a view of memory that somebody else owns. It must not be sent again when it may
-have changed, that is, when credit for it has come. Credit is a control message and was sent after the payload was
-received, so it carries the acknowledgement; and of a payload connection that broke, the receiver says first what it
-has had. So what is sent again has never been consumed.
+A large payload is kept as it was sent, a view of memory that belongs to another object. It must not be sent again when
+it may have changed, that is, when credit for it has come. Credit is a control message and was sent after the payload
+was received, so it carries the acknowledgement; and of a payload connection that broke, the receiver says first which
+ones it has had. So a payload that is sent again has never been consumed.
 
-What libzmq was given leaves in that order, and at 100 Mbit/s a mebibyte takes 84 ms. So no more payload is given to it
+libzmq's queue leaves in that order, and at 100 Mbit/s a mebibyte takes 84 ms. So no more payload is given to it
 than keeps the connection busy: `credit` bytes of each connection that the peer is not known to have received. All else
 waits (`Sending`), the most urgent first, so that a small bucket which the next forward pass needs at once overtakes the
 chunks of a large one. Among equally urgent ones the order is kept. Every `_TURNS`th message that leaves is the one that
 has waited longest, so that nothing waits for ever.
 
 This credit comes back when a message has been *received*, whatever becomes of it there. It spans all operations and
-still cannot deadlock, as one for what was consumed would (`flow_control`): a daemon takes messages of operations that
+still cannot deadlock, as a credit for consumed bytes would (`flow_control`): a daemon takes messages of operations that
 its workers have not reached yet, and keeps them.
 """
 
@@ -58,7 +58,7 @@ def _control(connections: int) -> struct.Struct:
 
 
 def control_head(serial: int, received: Sequence[int]) -> bytes:
-    """Returns the head of a control message: its serial, and what was received of each of the peer's connections."""
+    """Returns the head of a control message: its serial, and the count received of each of the peer's connections."""
     return _control(len(received)).pack(serial, len(received), *received)
 
 
@@ -123,7 +123,7 @@ class SendWindow:
         return len(self._kept) > self._most_messages or self._copied > self._most_bytes
 
     def add(self, frame: bytes, payload: bytes | memoryview | None = None, borrowed: bool = False) -> None:
-        """Keeps the message with serial `serial` + 1; `borrowed`: the payload's memory is somebody else's."""
+        """Keeps the message with serial `serial` + 1; `borrowed`: the payload's memory belongs to another object."""
         copied = len(frame)
         nbytes = copied
         if payload is not None:
@@ -233,7 +233,7 @@ class Sending:
 
     Attributes:
         credit: bytes that may be under way on each connection; 0: any number, in the order of `send`.
-        unacknowledged: the peer acknowledges what it has received when that is so many bytes, or more, at the latest.
+        unacknowledged: bytes after whose receipt the peer acknowledges at the latest.
         posted: called with a message's `about` and the connection that it was given to, when it was.
         links: its payload connections.
         nbytes: of messages and payloads that wait here.
@@ -284,7 +284,7 @@ class Sending:
         return message.gone
 
     def go_on(self) -> None:
-        """Sends what may leave now. To be called when a connection stands, or something was acknowledged."""
+        """Sends the messages that may leave now. To be called when a connection stands, and after acknowledgements."""
         if self._waiting:
             self._send_waiting()
         while self._after and self._is_received(self._after[0]):

@@ -7,7 +7,7 @@ One connection of TCP keeps no more under way than its congestion window. Where 
 whatever the link could carry: about 1.2 segments / sqrt(loss), 56 KB at 0.1 % (Mathis et al., 1997). So a far link gets
 as many connections as windows of that size fill it (`connections`). What the measurement at the start saw of its rate
 is a lower bound, since a new connection is slow at first. So the bytes that may be under way follow the rate at which
-payloads arrive (`Pipe`), up to twice of what that fills: they double in a round trip until the link is full.
+payloads arrive (`Pipe`), up to twice as many as that fills: they double in a round trip until the link is full.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pipe:
         least, most: bytes of `credit`.
 
     Attributes:
-        credit: bytes, at most twice what a round trip carries at the best rate of late.
+        credit: bytes, at most twice those that a round trip carries at the best rate of late.
         rate: that, B/s; 0 until something was measured.
     """
 
@@ -66,7 +66,7 @@ class Pipe:
         self._since: tuple[float, int] | None = None
 
     def acknowledged(self, now: float, arrived: int, waiting: bool) -> int:
-        """Notes what has arrived, and returns `credit`.
+        """Notes arrived bytes, and returns `credit`.
 
         Args:
             now: seconds.
@@ -102,7 +102,7 @@ def pairs(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def rounds_of(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns which pairs of nodes measure what their link carries, in rounds in which no node is twice: all pairs of
+    """Returns the pairs of nodes that measure the rate of their link, in rounds in which no node is twice: all pairs of
     up to ten nodes, and log2 N rounds of more, so that the start takes no longer than a person waits."""
     return pairs(nodes)[: None if len(nodes) <= _EXACT else (len(nodes) - 1).bit_length()]
 
@@ -128,7 +128,7 @@ def completed(
 
 
 def time_of(order: Sequence[int], costs: Costs) -> tuple[float, float]:
-    """Returns what a ring in that order takes: seconds a byte of its slowest link, which all others wait for, then the
+    """Returns the cost of a ring in that order: seconds a byte of its slowest link, which all others wait for, then the
     seconds of latency around it."""
     links = [costs[min(pair), max(pair)] for pair in pairwise([*order, order[0]])]
     return max(link.seconds_per_byte for link in links), sum(link.latency for link in links)

@@ -1,7 +1,7 @@
 """Credit for chunks of operations that a peer has not reached: they wait there, for as long as its ranks are late.
 
 Credit by operation (`flow_control`) bounds one operation, and a rank that is minutes ahead may have thousands under
-way. So chunks of all operations that a peer may not have reached share a credit, by peer, and what is over it is held
+way. So chunks of all operations that a peer may not have reached share a credit, by peer, and chunks beyond it are held
 back here: in the arena, where it lies anyway. An operation that the peer has reached needs none of it. So operations
 that were begun in another order there cannot use up the credit that this one needs to finish.
 
@@ -34,7 +34,8 @@ class Waiting(Protocol):
     key: OpKey
 
     def resume(self, node: int) -> bool:
-        """Sends what there is credit for; returns whether no more chunks for this node need early credit."""
+        """Sends as many chunks as there is credit for; returns whether no more chunks for this node need early
+        credit."""
 
 
 @dataclass
@@ -93,7 +94,7 @@ class EarlyCredit:
         self._go_on(node, peer)
 
     def over(self, node: int, key: OpKey) -> None:
-        """An operation is over here. What of it may wait at the peer still counts."""
+        """An operation is over here. Its chunks that may wait at the peer still count."""
         peer = self._peers[node]
         if peer.waiting.pop(key, None) is not None:
             self._go_on(node, peer)

@@ -1,7 +1,7 @@
-"""Flow control of one operation: how much of it may be under way to each peer, and what is still borrowed.
+"""Flow control of one operation: the bytes that may be under way to each peer, and the memory that is still borrowed.
 
 The receiver grants credit for chunks it has consumed, per operation and peer. So a slow peer costs bounded memory
-here (what it has no credit for is not sent but waits in the arena, where it lies anyway), and bounded memory there
+here (data without credit is not sent but waits in the arena, where it lies anyway), and bounded memory there
 (one window an operation). Chunks of all operations that a peer has not reached yet are bounded together, too
 (`early_credit`). Credit across all operations was rejected: chunks of an operation that a peer has not reached could
 then use up the credit that another one needs to finish.
@@ -76,7 +76,7 @@ class FlowPort:
         key, digest: go into each chunk.
         members: node indices of the process set; positions index this.
         node: this node.
-        chunk_bytes, window_bytes: largest payload of a chunk, and what may be under way to a peer.
+        chunk_bytes, window_bytes: largest payload of a chunk, and the bytes that may be under way to a peer.
         send_chunk: sends (node, chunk, payload) now; returns whether the payload stays borrowed until credit comes.
         grant: sends credit (node, chunks).
         finished: called when the exchange has finished and nothing of it is borrowed any more.
@@ -111,7 +111,7 @@ class FlowPort:
 
     @property
     def borrows(self) -> bool:
-        """True if payloads that have been sent may still lie in memory that is somebody else's."""
+        """True if payloads that have been sent may still lie in borrowed memory."""
         return any(flow.borrows for flow in self._flows.values())
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class FlowPort:
             self._check()
 
     def reached(self, position: int) -> None:
-        """Notes that a position has reached this operation: what it is sent does not wait there."""
+        """Notes that a position has reached this operation: chunks to it do not wait there."""
         flow = self._flows[position]
         if not flow.reached:
             self._mark_reached(position, flow)

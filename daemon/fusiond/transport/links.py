@@ -1,7 +1,7 @@
 """An outgoing connection to a peer, which is made again when it breaks.
 
-Each attempt is a new socket: libzmq's own reconnection would lose an unknown part of its queue. What was sent and not
-acknowledged is sent again, from this side's own buffer (`delivery.SendWindow`).
+Each attempt is a new socket: libzmq's own reconnection would lose an unknown part of its queue. A message that was sent
+and not acknowledged is sent again, from this side's own buffer (`delivery.SendWindow`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Events:
     """Callbacks about a link, each called with the link.
 
     Attributes:
-        stands: its handshake is done, and what was kept has been sent again.
+        stands: its handshake is done, and the kept messages have been sent again.
         broke: it stood, and has broken.
         wants: it is to be opened (again); with a new token, if it needs one.
         refused: the connection is refused for a while (without a sentence), or this node's key is (with one).
@@ -151,7 +151,7 @@ class Link:
         return now - self._stuck_since
 
     def close(self, linger: int = 0) -> None:
-        """Closes the link for good; `linger`: ms that what was sent on it may still take."""
+        """Closes the link for good; `linger`: ms that its queued messages may still take."""
         self._closed = True
         self.stands = False
         self._drop_socket(linger)
@@ -253,7 +253,7 @@ class Link:
 
     def _ask_why_not(self) -> None:
         """Tries a TCP connection, since libzmq does not say why it could not connect: a firewall refuses,
-        or a host on which nobody listens there."""
+        or a host without a listener there."""
         if self._question is not None:
             return
         version = ipaddress.ip_address(self._endpoint.address).version

@@ -4,15 +4,15 @@ Every node has two ROUTER sockets on which it receives, one for control messages
 and to every peer one DEALER for control and `connections` for payloads, on which it only sends. So a large payload
 never delays a heartbeat, and the two directions between a pair of nodes are independent.
 
-The control channel is always under CURVE, with a `KeyGate` for the job's keys; who sent a message is read from the
+The control channel is always under CURVE, with a `KeyGate` for the job's keys; the sender of a message is read from the
 key that was admitted. Payload connections are known by their routing id, a random token that the receiver issued to
 this peer over the control channel for one connection (`Tokens`); they are under CURVE too, unless encryption is
 `control`.
 
 A connection that breaks is made again, and every message still arrives exactly once and in order (`delivery`). The
 sender of a broken payload connection asks with `Reopen`, and is told a new token and what has come. A peer is lost when
-its process has closed its connection and nobody listens on its port any more, when its event loop has been silent for
-too long (`suspicion`), when a connection cannot be made again in that time, or when it does not take what it is sent. A
+its process has closed its connection and its port has no listener any more, when its event loop has been silent for
+too long (`suspicion`), when a connection cannot be made again in that time, or when it does not take its messages. A
 refusal alone says nothing about a process: it may be a firewall's, and is waited for as any other cut is. What a lost
 peer sends from then on is fenced: dropped and counted; it cannot connect again, and is told so if it can be told.
 
@@ -148,7 +148,7 @@ class Mesh:
 
     def reform(self, hosts: Sequence[str], endpoints: Sequence[Endpoint]) -> tuple[list[int], list[int]]:
         """Goes over to other peers: drops those that are not named, connects to those that are new, and leaves the
-        connections to all others as they are. What waits to be sent to these is dropped.
+        connections to all others as they are. Messages that wait to be sent to these are dropped.
 
         Args:
             hosts: names, by node.

@@ -13,7 +13,7 @@ scheduled late, and links come back, in ways that no time between heartbeats tel
 Time counts only while this loop runs (`AwakeClock`): after a pause of its own, a peer first has to be heard again.
 
 Trouble that people should read of once, and not every time, is an *episode*: a connection breaks again and again
-(`Flapping`), or its peer does not take what is sent (`Slowness`).
+(`Flapping`), or its peer does not take its messages (`Slowness`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class AwakeClock:
 
     Args:
         clock: seconds, from any origin.
-        period: the loop asks for the time at least this often (s); what is longer by more than another one is a pause.
+        period: the loop asks for the time at least this often (s); an interval longer by more than another one is a
+            pause.
 
     Attributes:
         paused: seconds that did not count, so far.
@@ -157,7 +158,7 @@ class Flapping:
 
 
 class Slowness:
-    """Tells when a peer does not take what is sent to it. Times are seconds from any origin.
+    """Tells when a peer does not take its messages. Times are seconds from any origin.
 
     Args:
         after: seconds without an acknowledgement, while some are due, that make an episode.
@@ -199,16 +200,16 @@ class Peer:
         greeted: its `PeerHello` has come.
         leaving: it has said that it ends.
         hung_up: its process has closed the last control connection to this node, as the kernel does for one that died.
-        lost: it was declared so; what it sends is fenced, unless it is leaving: those are its last words.
+        lost: it was declared so; its messages are fenced, unless it is leaving: those are its last words.
         watched: it is given up when it is silent: it has come up.
         control_from: routing id under which its control messages come.
         heard_on: descriptors of its connections to this node, by number.
         asked_at: `sent` of the last heartbeat to it.
-        probed_bytes: of those sent, what measured the link.
+        probed_bytes: of those sent, the ones that measured the link.
         owed, owed_bytes: received, with frames, since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
         stride: largest number of connections that it may have in one direction.
-        pipe: what may be under way to it, where it is far.
+        pipe: limits the bytes under way to it, where it is far.
     """
 
     node: int
@@ -285,7 +286,7 @@ class Peer:
         self.links[0].send(self._control_frame(0, message))
 
     def give_up(self, why: str) -> None:
-        """Sends the last word; what was sent before and waits is dropped."""
+        """Sends the last word; queued messages are dropped."""
         self.lost = True
         self.links[0].last_word(self._control_frame(0, wire.GivenUp(why)))
         self.sending.forget()
@@ -300,7 +301,7 @@ class Peer:
 
     @property
     def owes_much(self) -> bool:
-        """True if it is to be told what has come from it, since it may wait for that."""
+        """True if an acknowledgement is due to it, since it may wait for that."""
         return self.owed >= delivery.ACK_MESSAGES or self.owed_bytes >= self.owes_from
 
     def overdue(self, now: float, most: float) -> str:
@@ -373,7 +374,7 @@ class Peer:
         )
 
     def statistics(self, now: float) -> dict[str, object]:
-        """Returns figures for `fusiond status`; times in seconds, `unacknowledged` of what was sent to it."""
+        """Returns figures for `fusiond status`; times in seconds, `unacknowledged` of the bytes sent to it."""
         return {
             "node": self.node,
             "host": self.host,

@@ -99,7 +99,7 @@ class Tokens:
         return None
 
     def id_of_new(self, token: bytes) -> int | None:
-        """Returns whose a token is; None if it is nobody's, or has come on a connection already."""
+        """Returns the node that a token is for; None if it is for none, or has come on a connection already."""
         holder = self._holders.get(token)
         return holder.id if holder is not None and holder.descriptor < 0 else None
 
@@ -264,7 +264,7 @@ class Reception:
         peers: by the `id` as which each is admitted.
         handlers: of messages about connections, each called with the peer and the message. A `WireError` that one of
             them raises loses the peer.
-        lose: called with a node, and a sentence, when it does what a peer never does.
+        lose: called with a node, and a sentence, when it breaks the protocol.
         awake: the clock of suspicion.
         trace: payloads are recorded there.
 
@@ -273,7 +273,7 @@ class Reception:
         gate: admits keys and tokens.
         tokens: of payload connections.
         ports: for control messages and for payloads.
-        dropped: messages that were nobody's or made no sense.
+        dropped: messages without a known sender, or that made no sense.
 
     Raises:
         zmq.ZMQError: the address cannot be listened on.
@@ -378,7 +378,7 @@ class Reception:
 
     def statistics(self) -> dict[str, object]:
         """Returns keys `admitted` and `refused`; connections `accepted`, and of these `strangers`' that ended; messages
-        `dropped` because they were nobody's or made no sense, and `stale` ones whose token was used up."""
+        `dropped` because they had no known sender or made no sense, and `stale` ones whose token was used up."""
         return {
             "admitted": self.gate.admitted,
             "refused": self.gate.refused,

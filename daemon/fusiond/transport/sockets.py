@@ -4,22 +4,22 @@
 | --- | --- | --- |
 | LINGER | 0; 2 s for outgoing sockets when the daemon ends or a peer is lost | what a broken connection had is sent
   again from our own buffer; last words may leave |
-| SNDHWM | 0 (none) | what is under way is bounded by credit and by what may be unacknowledged; a full queue would block
+| SNDHWM | 0 (none) | data under way is bounded by credit and by what may be unacknowledged; a full queue would block
   the event loop, or drop |
 | RCVHWM | 4096 control, 256 payload; monitors 0 | a peer that disregards credit is stopped by TCP, not by our memory; a
   monitor that is full would block libzmq's I/O thread |
 | IMMEDIATE | 1 | nothing is queued for a connection that does not stand: a send fails, and we keep the message |
 | RECONNECT_IVL | -1 (never) | a connection that libzmq makes again has lost an unknown part of its queue, and would use
   its token twice; each attempt is a new socket |
-| ROUTER_HANDOVER | 0 | nobody takes over a routing id that is in use |
+| ROUTER_HANDOVER | 0 | no peer takes over a routing id that is in use |
 | HANDSHAKE_IVL | 10 s | a half-open connection costs a descriptor that long |
 | MAXMSGSIZE | control inbox: 64 KiB, and longer messages come in several frames; payload inbox: the longest valid
   payload; all others 4 KiB | it is unlimited by default; a longer frame ends the connection before memory is allocated,
-  and it holds for the frames of a handshake, before anybody has shown a key |
+  and it holds for the frames of a handshake, before a peer has shown a key |
 | ZAP_ENFORCE_DOMAIN | 1 | without it, libzmq admits everybody while no ZAP handler is there |
 | BACKLOG | 128 | connections that wait to be accepted |
 | CONNECT_TIMEOUT | 1 s | the kernel's own takes minutes, in which a link may have come back |
-| TCP_MAXRT | heartbeat time-out | data that nobody acknowledges for that long ends the connection |
+| TCP_MAXRT | heartbeat time-out | data without an acknowledgement for that long ends the connection |
 | TCP_KEEPALIVE | idle 1 s, then 1 s, 5 times | the peer's end of an idle connection may be gone, with what it had |
 | HEARTBEAT_IVL | 0 | ZMTP's heartbeats stay green while Python hangs; the loop sends its own |
 | MAX_SOCKETS | by the number of nodes | the default of 1023 is for about 170 of them; a monitor is two sockets |
@@ -58,7 +58,7 @@ class Sockets:
     """Makes the ZeroMQ sockets.
 
     Args:
-        settings: I/O threads, time-outs, what is encrypted.
+        settings: I/O threads, time-outs, encryption.
         address: where this node listens.
         nodes: how many there are.
     """

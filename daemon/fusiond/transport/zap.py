@@ -1,8 +1,8 @@
-"""A ZAP handler (ZeroMQ RFC 27) that admits connections of this job's daemons and of nobody else, by their CURVE keys,
+"""A ZAP handler (ZeroMQ RFC 27) that admits connections of this job's daemons only, by their CURVE keys,
 or, where payloads are not encrypted, by the tokens that they were given (PLAIN).
 
 CURVE alone accepts every key pair that knows the server's public key. The handler names, in the reply's User-Id, as
-whom the peer was admitted, from which the mesh learns who sent a message; a routing id, which the sender chooses,
+whom the peer was admitted, from which the mesh learns the sender of a message; a routing id, which the sender chooses,
 proves nothing.
 
 libzmq takes no message of a connection before it was admitted. So the token has to be asked for here: the frames of
@@ -25,7 +25,7 @@ class KeyGate:
     """Answers libzmq's question, for every connection, whether that key or token may connect.
 
     Args:
-        id_of_token: returns whose a token is that has not been used; None if it is nobody's.
+        id_of_token: returns the node that an unused token is for; None if it is for none.
     """
 
     def __init__(

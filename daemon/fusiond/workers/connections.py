@@ -1,4 +1,4 @@
-"""The local workers: their connections, their arenas, and what is on its way to them.
+"""The local workers: their connections, their arenas, and messages on their way to them.
 
 The socket lives in a directory that only this user can enter, and every connection's credentials are checked besides.
 A connection whose first message is not `Hello` may only ask for the status or to stop (`fusiond status`, `fusiond
@@ -93,7 +93,7 @@ class WorkerLink:
             self.process = None
 
     def operand(self, place: wire.Place | wire.Address, nbytes: int) -> Operand:
-        """The bytes at a place in the arena, or at an address of the worker, where nobody has looked for them yet.
+        """The bytes at a place in the arena, or at an address of the worker, not yet looked up.
 
         Raises:
             WireError: they are not in the arena; or there are so few that they travel in messages, or the worker was
@@ -150,7 +150,7 @@ class Workers:
         self._watch()
 
     def send(self, link: WorkerLink, message: wire.DaemonMessage, fd: int = -1) -> None:
-        """Sends a message, and a descriptor, which this takes over; what the socket has no room for waits."""
+        """Sends a message, and a descriptor, which this takes over; bytes beyond the socket's room wait."""
         data = wire.encode(message)
         if link.closed or link.outgoing or fd >= 0 or len(data) > wire.MAX_PACKET:
             self._send_packet(link, packets.Packet(data, fd))

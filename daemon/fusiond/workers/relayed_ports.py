@@ -1,7 +1,7 @@
 """Ports of loopback that workers of one node serve, and those of other nodes reach.
 
 torch's store asks for no key, and whoever reaches it reads and writes all of it. So rank 0 serves it on loopback alone.
-On each other node that asks, this daemon listens on a port of loopback, and relays what comes there: over the mesh,
+On each other node that asks, this daemon listens on a port of loopback, and relays its connections: over the mesh,
 whose messages have been shown to be of this job's daemons, and are encrypted.
 """
 
@@ -35,10 +35,10 @@ class _Relay:
     """One end of a connection.
 
     Attributes:
-        waits: what is to be written.
+        waits: bytes to be written.
         under_way: bytes that have been sent and were not taken yet.
         taken: bytes that have been written and were not told yet.
-        is_over: it has ended at the other end; what waits is still written.
+        is_over: it has ended at the other end; waiting bytes are still written.
     """
 
     key: _Key

@@ -35,10 +35,10 @@ class Source:
     Attributes:
         pid: as this daemon knows it; 0: it lives where this daemon sees no processes.
         process: a descriptor of it (pidfd); -1: there is none.
-        memfd: what it writes its stacks into; -1: it writes none.
+        memfd: the file that it writes its stacks into; -1: it writes none.
         number: the signal on which it does.
         unanswered: a signal has been sent, and nothing was written yet.
-        waiting: who is told next.
+        waiting: the callers to be told next.
     """
 
     pid: int
@@ -50,8 +50,8 @@ class Source:
 
     @classmethod
     def open(cls, pid: int, hello: wire.Hello, memfd: int) -> Source:
-        """Opens that of the worker that has just said this. `memfd`: what it attached (-1: nothing); it is taken over,
-        also on failure.
+        """Opens that of the worker that has just said this. `memfd`: the attached descriptor (-1: none); it is taken
+        over, also on failure.
 
         Raises:
             WireError: that is something else.
@@ -105,7 +105,7 @@ class Source:
 
 @dataclass
 class _Look:
-    """One question to a worker, whose process was in this state, and what was seen of the answer so far."""
+    """One question to a worker, whose process was in this state, and the answer so far."""
 
     rank: int
     source: Source
@@ -127,7 +127,7 @@ class StackReader:
         self._closed = False
 
     def close(self) -> None:
-        """Nobody is told anything any more."""
+        """No caller is told anything any more."""
         self._closed = True
 
     def locate(self, sources: Mapping[int, Source | None], then: Callable[[list[wire.Whereabouts]], None]) -> None:

@@ -1,14 +1,14 @@
-"""The code that runs on the device: see `selection`, which launches it, for what it does together.
+"""The code that runs on the device: `selection`, which launches it, describes it as a whole.
 
 The elements are divided into parts. A part belongs to a team of threads, which walks through it in steps of its width,
-in order, so that what it finds is ordered too, without sorting: a warp, where there are instructions for it, and
+in order, so that its finds are ordered too, without sorting: a warp, where there are instructions for it, and
 otherwise a whole block. The teams do not wait for each other within a kernel; what follows from all of them is worked
 out by the last block to end, or by the next kernel.
 
 Elements are compared with those of their *group* only. Each block works for one group, `groups[block]`; of `plan`,
 `state`, `histogram` and `ticket` each group has a row. So any number of groups costs as many launches as one.
 
-`plan`, int64, is what the host tells, `state`, int64, what one kernel leaves to the next: see the constants. All of
+`plan`, int64, is for words of the host, `state`, int64, for words of one kernel to the next: see the constants. All of
 that is in the device's memory, so that the arguments of launches stay the same from step to step.
 """
 
@@ -79,7 +79,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
 
     @device
     def advance(residual, gradient, velocity, rule, momentum, factor, i, group, state):  # type: ignore[no-untyped-def]
-        """Adds to one element, and gives what it then is."""
+        """Adds to one element, and gives its new value."""
         step = speed = multiply(gradient[i], factor)
         if rule == w.NESTEROV:
             speed = multiply(velocity[i] + step, momentum)
@@ -99,7 +99,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
     @device
     def add_whole(residual, gradient, factor, first, values, group, state):  # type: ignore[no-untyped-def]
         """Adds to the elements of this thread in a tile that is whole, without a velocity. All are read before the
-        first is written, so that they are on their way together; this is most of what a selection does."""
+        first is written, so that they are on their way together; this is most of a selection's time."""
         steps = cuda.local.array(_ITEMS, np.float32)
         i = (first + cuda.threadIdx.x % width) & w.INDEX
         for item in range(_ITEMS):
@@ -168,7 +168,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
 
     @device
     def add_to_suffix(sums, mine):  # type: ignore[no-untyped-def]
-        """Sums up what this thread and all after it have."""
+        """Sums up the counts of this thread and all after it."""
         me = cuda.threadIdx.x
         sums[me] = mine
         cuda.syncthreads()
@@ -206,7 +206,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
 
     @device
     def pick(group, histogram, bins, wanted, result, sums):  # type: ignore[no-untyped-def]
-        """Does what `choose` does with the counts of all blocks of a group, and sets the histogram back to zero."""
+        """Chooses as `choose` does, from the counts of all blocks of a group, and sets the histogram back to zero."""
         for b in range(cuda.threadIdx.x, BINS, threads):
             bins[b] = histogram[group, b]
             histogram[group, b] = 0
@@ -214,7 +214,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
 
     @device
     def narrow(group, result, base, width_of_bin, left, state):  # type: ignore[no-untyped-def]
-        """Notes what `pick` has found in bins that begin at a magnitude: one thread calls this."""
+        """Notes the finds of `pick` in bins that begin at a magnitude: one thread calls this."""
         if result[0] < 0:  # there are fewer than wanted: all of them
             state[group, w.THRESHOLD], state[group, w.WIDTH], state[group, w.LEFT] = 1, 0, w.MAGNITUDE
         else:
@@ -377,7 +377,7 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
     ):
         """Counts, for each part, how many elements the parts before it in its block have that are above the threshold,
         and that equal it; and for each block, how many it has. Where the threshold is known but for its last digit,
-        what may equal it is put on the list."""
+        elements that may equal it are put on the list."""
         team_larger = cuda.shared.array(teams, np.int32)
         team_equal = cuda.shared.array(teams, np.int32)
         group = groups[cuda.blockIdx.x]
@@ -414,7 +414,8 @@ def build(threads: int, warps: bool) -> dict[str, Any]:
 
     @device
     def before_block(sums, first, larger, equal):  # type: ignore[no-untyped-def]
-        """Sums up what the blocks from `first` on have that come before this one: above the threshold, and equal."""
+        """Sums up the counts of the blocks from `first` on that come before this one: above the threshold, and
+        equal."""
         my_larger, my_equal = 0, 0
         for block in range(first + cuda.threadIdx.x, cuda.blockIdx.x, threads):
             my_larger += sums[block, 0]

@@ -1,4 +1,4 @@
-"""Words by which the host, and one kernel and the next, tell each other what they know of a group; and the numbers that
+"""Words by which the host, and one kernel and the next, tell each other about a group; and the numbers that
 host and device share.
 
 Of `plan`, `state`, `ticket` and what `take` writes, each constant is a place in a group's row.

@@ -14,7 +14,7 @@ than the last threshold: `collect` adds the gradient, and puts those aside. How 
 were put aside. Where they are fewer than k, all elements count as put aside, which the device finds out by itself.
 
 That, or a threshold which is far from the k-th magnitude, or very many elements near it, leave more digits to be found:
-`largest` finds them, in up to three passes over what has been put aside. It is launched with the rest, or afterwards
+`largest` finds them, in up to three passes over the elements put aside. It is launched with the rest, or afterwards
 (`take_open`), when the host has seen in the result that it has to be. The result is always the same.
 
 Where there is no room to put aside what a part of the array has, the following steps walk through that part as a whole,
@@ -84,8 +84,8 @@ def kernels(threads: int = _THREADS, warps: bool = not SIMULATED) -> Kernels:
 
 @dataclass
 class Memory:
-    """The operands of a pass, what is added and to what, as `fusion_rt.kernels.selection.Memory`: device arrays, 1-D
-    contiguous float32."""
+    """The operands of a pass, a gradient and the memory that it is added to, as `fusion_rt.kernels.selection.Memory`:
+    device arrays, 1-D contiguous float32."""
 
     residual: DeviceArray
     gradient: DeviceArray | None = None
@@ -117,11 +117,11 @@ class Found:
         rooms: for how many elements of each group there is room in the result.
         code: the kernels to use.
         room: how many indices can be put aside for each part; default: a fourth of its elements.
-        parts: into how many the ranges are divided, about; default: what keeps an H100 busy.
+        parts: into how many the ranges are divided, about; default: enough to keep an H100 busy.
         stream: on which the buffers are filled; the first selection has to come after that.
 
     Attributes:
-        offsets: of each group's result, in words of what `take` writes, and the end.
+        offsets: of each group's result, in words of the output of `take`, and the end.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class Found:
         self._launchers: dict[tuple[str, Any], Callable[..., None]] = {}
 
     def tell(self, ks: Sequence[int], thresholds: Sequence[int] | None = None, stream: Any = 0) -> None:
-        """Tells the device, if it is news, what to select.
+        """Tells the device, if it is news, the numbers to select.
 
         Args:
             ks: of each group, how many.
             thresholds: of each group, from which magnitude on elements are put aside; 0: none is known, and `survey`
-                finds it; None: what the last selection has let expect.
+                finds it; None: the expectation after the last selection.
 
         Raises:
             ValueError: there is no room for so many.
@@ -226,7 +226,7 @@ def take_largest(
             default: none is of any; None: what the last selection has let expect (`Taken.expected`). With it there is
             one pass less; where it is wrong that is slower, and the result is the same.
         surveys: a group may have no threshold; it costs a launch where that is unknown.
-        digits: launch what finds thresholds that are not nearly known. Without it the result may be `Taken.open`.
+        digits: launch the search for thresholds that are not nearly known. Without it the result may be `Taken.open`.
 
     Raises:
         ValueError: there is no room for so many elements.
@@ -243,7 +243,7 @@ def take_largest(
 
 
 def take_open(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any = 0) -> None:
-    """Takes, in groups whose result is open, what a selection should have taken."""
+    """Takes, in groups whose result is open, the elements that a selection should have taken."""
     largest(residual, found, stream)
     take(residual, found, out, again=True, stream=stream)
 
@@ -258,8 +258,8 @@ def survey(memory: Memory, found: Found, stream: Any = 0) -> None:
 
 
 def collect(memory: Memory, found: Found, stream: Any = 0) -> None:
-    """Adds, in other groups than `survey`, and puts aside what then has a magnitude of at least the threshold. Where
-    that is fewer than are wanted, everything is."""
+    """Adds, in other groups than `survey`, and puts aside elements whose magnitude is then at least the threshold.
+    Where that is fewer than are wanted, everything is."""
     arrays, how = memory.arguments()
     found.launch(
         "collect", stream, *arrays, found.parts, found.groups, *how, found.candidates, found.counts, found.histogram,
@@ -268,7 +268,7 @@ def collect(memory: Memory, found: Found, stream: Any = 0) -> None:
 
 
 def largest(residual: DeviceArray, found: Found, stream: Any = 0) -> None:
-    """Finds the magnitude of the k-th largest of what has been put aside, and how many of its ties to take: `collect`
+    """Finds the magnitude of the k-th largest element put aside, and how many of its ties to take: `collect`
     has found all but its last digit, if its threshold was near."""
     for _ in range(_words.PASSES):
         found.launch(

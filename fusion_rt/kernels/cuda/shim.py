@@ -1,4 +1,4 @@
-"""The one place that imports `numba.cuda`, and what differs between a GPU and Numba's simulator of one.
+"""The one place that imports `numba.cuda`, with the differences between a GPU and Numba's simulator of one.
 
 The simulator (environment variable NUMBA_ENABLE_CUDASIM=1) runs kernels as Python threads. It has shared memory,
 atomics and barriers, but no instructions of warps and no libdevice.

@@ -6,7 +6,7 @@ A worker makes one `SideSelector` for each bucket, once, with an `out` in memory
     layer = TorchLayer(torch, torch.cuda.current_device())
     selector = SideSelector(layer, bucket.numel(), [[(0, bucket.numel())]], out, momentum=0.9)
 
-For each step, as soon as the backward pass has queued what fills the bucket (in the hook of its last gradient):
+For each step, as soon as the backward pass has queued the filling of the bucket (in the hook of its last gradient):
 
     selector.start(bucket, [k])  # returns at once; the backward pass goes on beside it
     selector.after()           # the bucket may be filled again, by what is queued on the current stream from now on
@@ -17,7 +17,7 @@ For each step, as soon as the backward pass has queued what fills the bucket (in
 takes `selector.residual` and `selector.velocity` between `finish` and the next `start`; to restore, copy into them.
 
 The selection runs in the worker. That the daemon runs it, on buffers which it opens through CUDA IPC, is not built: it
-would have to work on torch's memory, and return what torch counts as lent, without torch.
+would have to work on torch's memory, and return memory that torch counts as lent, without torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TorchLayer:
         return context
 
     def beside(self) -> AbstractContextManager[Any]:
-        """While it lasts, what this thread does with tensors is queued on the side stream."""
+        """While it lasts, this thread's work on tensors is queued on the side stream."""
         context: AbstractContextManager[Any] = self._torch.cuda.stream(self._side)
         return context
 
@@ -98,12 +98,12 @@ class TorchLayer:
             self._check(self._torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()), "unpin")
 
     def follow(self) -> None:
-        """Has what is queued on the side stream from now on come after what has been queued on the current stream."""
+        """Makes later work of the side stream wait for the work queued on the current stream."""
         self._reached.record(self._current())
         self._side.wait_event(self._reached)
 
     def lead(self, event: Any) -> None:
-        """Has what is queued on the current stream from now on come after an event."""
+        """Makes later work of the current stream wait for an event."""
         self._current().wait_event(event)
 
     def copy(self, source: Tensor, pinned: Tensor) -> None:
@@ -112,7 +112,7 @@ class TorchLayer:
             pinned.copy_(source, non_blocking=True)
 
     def mark(self, event: Any = None) -> Any:
-        """An event after what has been queued on the side stream, which has `synchronize()` and `query()`; an earlier
+        """An event after the work queued on the side stream, which has `synchronize()` and `query()`; an earlier
         one of these, which is used again, or a new one."""
         if event is None:
             event = self._torch.cuda.Event(blocking=True)  # who waits for it sleeps
@@ -120,7 +120,8 @@ class TorchLayer:
         return event
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Returns what queues all that `work` would queue on the side stream, by one call. Nothing is queued now."""
+        """Returns a function that queues all that `work` would queue on the side stream, by one call. Nothing is queued
+        now."""
         graph = self._torch.cuda.CUDAGraph()
 
         change = self._torch.cuda.set_stream
@@ -228,8 +229,8 @@ class SideSelector:
         Args:
             gradient: float32, on the device, as long as the residual.
             ks: how many of each group.
-            at_once: all of it is done on the device before what is queued next, which may change the residual.
-                Otherwise a step whose threshold is far from what was expected is finished by `finish`.
+            at_once: all of it is done on the device before work that is queued next, which may change the residual.
+                Otherwise a step whose threshold is far from the expected one is finished by `finish`.
         """
         if self._event is not None:
             raise RuntimeError("a selection is still under way; finish it before the next")
@@ -304,7 +305,7 @@ class SideSelector:
                 self._layer.copy(self._out[part], self._pinned[part])
 
     def after(self) -> None:
-        """Lets what is queued on the current stream from now on change the gradient."""
+        """Lets later work of the current stream change the gradient."""
         self._layer.lead(self._begun())
 
     def ready(self) -> bool:
@@ -312,8 +313,8 @@ class SideSelector:
         return bool(self._begun().query())
 
     def finish(self) -> list[Taken]:
-        """Waits for what was started. Returns the result of each group, whose arrays are views of `out`, until the next
-        step."""
+        """Waits for the started selection. Returns the result of each group, whose arrays are views of `out`, until the
+        next step."""
         self._begun().synchronize()
         self._event = self._given = None
         taken = self._taken()
@@ -327,7 +328,7 @@ class SideSelector:
         return [Taken(self._words[first:end]) for first, end in pairwise(self._offsets)]
 
     def close(self) -> None:
-        """Waits for what was started, and releases `out`."""
+        """Waits for the started selection, and releases `out`."""
         if self._event is not None:
             self.finish()
         self._layer.unpin(self._pinned)

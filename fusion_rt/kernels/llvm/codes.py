@@ -55,7 +55,7 @@ def magnitudes(typing: Any, wire: Wire, value: Lanes) -> Any:
 
 @intrinsic
 def finite_magnitudes(typing: Any, wire: Wire, value: Lanes) -> Any:
-    """The bits without the sign; 0 of what is not finite."""
+    """The bits without the sign; 0 of values that are not finite."""
     result = Lanes(DTYPES["int32"], wire.lanes)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -77,7 +77,7 @@ def float_of(typing: Any, magnitude: Any) -> Any:
 
 @intrinsic
 def add_magnitudes(typing: Any, wire: Wire, sums: Lanes, value: Lanes) -> Any:
-    """Adds absolute values to float64 lanes; nothing for what is not finite."""
+    """Adds absolute values to float64 lanes; nothing for values that are not finite."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, total, elements = arguments
@@ -90,8 +90,8 @@ def add_magnitudes(typing: Any, wire: Wire, sums: Lanes, value: Lanes) -> Any:
 
 class Code(types.Type):
     """The integers of a format, known at compile time: `bits` of each; q is from `least` to `most`, and stands for
-    (q + offset) * step, with a step of at most `longest`. Where `least` leaves room for it, what is not finite is one
-    less."""
+    (q + offset) * step, with a step of at most `longest`. Where `least` leaves room for it, a value that is not finite
+    is one less."""
 
     def __init__(self, bits: int, least: int, most: int, offset: float, longest: str) -> None:
         self.bits, self.least, self.most, self.offset = bits, least, most, offset
@@ -163,7 +163,7 @@ def round_to(
 
 @intrinsic
 def left_over(typing: Any, wire: Wire, code: Any, value: Any, whole: Any, size: Any) -> Any:
-    """Returns what is left of values; nothing of what is not finite."""
+    """Returns the rounding errors of values; 0 of values that are not finite."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, _, elements, integers, scalar = arguments
@@ -259,7 +259,7 @@ def signs_of(typing: Any, wire: Wire, value: Lanes) -> Any:
 
 @intrinsic
 def without(typing: Any, wire: Wire, value: Any, size: Any) -> Any:
-    """Returns what is left of values after `size` with their signs was taken away; 0 of what is not finite."""
+    """Returns values less `size` with their signs; 0 of values that are not finite."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, elements, scalar = arguments

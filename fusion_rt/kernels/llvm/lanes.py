@@ -1,4 +1,4 @@
-"""Vectors for Numba: `Lanes`, some dozen elements of an array in registers, and what the kernels do with them.
+"""Vectors for Numba: `Lanes`, some dozen elements of an array in registers, and the kernels' operations on them.
 
 A plain loop over arrays would be left to LLVM's vectorizer, which has to prove that arrays do not overlap. A reduction
 in place does overlap, and it gives up. Blocks through a scratch buffer get around that, but took 20 to 30 % longer on

@@ -1,4 +1,4 @@
-"""Memory by address for Numba: what the kernels that look at single elements read and write.
+"""Memory by address for Numba: reads and writes of the kernels that look at single elements.
 
 Addresses are integers, and `i` counts elements of the width in a function's name from there, as in `lanes`. Nothing is
 aligned, and nothing is checked.
