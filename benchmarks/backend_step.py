@@ -39,7 +39,7 @@ _TOPK = "topk(density=0.01)"
 def _ddp(group: Any, backend: str, codec: str = "") -> Callable[[], None]:
     import torch
 
-    from benchmarks.step import silent_model
+    from benchmarks.common.resnet import silent_model
 
     model = silent_model()
     optimizer = torch.optim.SGD(model.parameters(), _LR)

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import launch, results
+from benchmarks.common.resnet import LR, shapes
 from benchmarks.common.results import Measure, Record
-from benchmarks.step import LR, shapes
 
 ALONE, DDP = "no communication", "DDP, gloo"
 OVERLAPS = ("none", "forward", "stale")

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from benchmarks import step
 from benchmarks.common.peers import DDP
+from benchmarks.common.resnet import shapes, silent_model
 from benchmarks.common.results import Record
 from benchmarks.common.stopwatch import Clock
-from benchmarks.step import shapes
 
 ABOUT = {"tensors": 3, "parameters": 100, "buckets": 2, "messages": 4.0}
 
@@ -99,7 +99,7 @@ def test_ranks_combine_gradients_by_nccl_unless_the_script_says_otherwise(monkey
 
 
 def test_the_models_parameters_and_gradients_are_on_the_device() -> None:
-    model = step.silent_model("meta")
+    model = silent_model("meta")
     model().backward()
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {parameter.grad.device.type for parameter in model.parameters()} == {"meta"}
