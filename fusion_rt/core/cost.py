@@ -39,7 +39,7 @@ class CostModel:
         """Returns the payload of a chunk (bytes): as many as links carry in `_CHUNK_SECONDS`, but at most `largest`.
 
         A chunk costs every node some Python, so fast links want large ones; but the last one passes through all nodes
-        alone, so slow links want small ones. Measured: docs/design.md, "The data path".
+        alone, so slow links want small ones. Measured: docs/design/transport.md, "The data path".
         """
         wanted = self._carried(_CHUNK_SECONDS) // _CHUNK_STEP * _CHUNK_STEP
         return min(largest, max(wanted, 4 * _CHUNK_STEP))
@@ -51,7 +51,7 @@ class CostModel:
         and in a round trip, with a quarter more because messages are acknowledged as a whole. It is at least
         `_LEAST_CREDIT`: on a slow link that carries as much the other way, acknowledgements wait behind the data under
         way there.
-        Measured: docs/design.md, "The data path".
+        Measured: docs/design/transport.md, "The data path".
         """
         busy = max(self._carried(_CREDIT_SECONDS), _LEAST_CREDIT)
         return min(largest, busy + int(1.25 * 2 * self.latency / self.seconds_per_byte))

@@ -1,5 +1,5 @@
 """The units in which daemons keep what codecs remember of one optimizer's gradients, and all that converts between
-these and what the script has. docs/design.md, "Units of what is remembered", has the table.
+these and what the script has. docs/design/algorithms.md, "Units of what is remembered", has the table.
 
 A *residual* and a *velocity* are sums of gradients. The script changes what such a number stands for:
 
