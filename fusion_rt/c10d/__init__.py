@@ -4,11 +4,10 @@ torch finds `register` by an entry point whenever it is imported, so that a scri
 has to cost nothing, and all else is imported by the first process group. (torch 2.4 knows no such entry points: there a
 script imports `fusion_rt.c10d`, which registers too.)
 
-`process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
-operations of the daemon, and `inner.py` leaves those of GPUs on one node to NCCL; `work.py` has operations under way,
-`completion.py` their futures, and `reducer_waits.py` records waits for these; `failing.py` has their error, and
-`renewal.py` makes groups anew in elastic jobs; `flight_record.py` has the last ones for torch's analyser, and
-`flight_dumps.py` writes them to files.
+`process_group.py` is the group that c10d calls; `membership.py` joins and leaves the job; `submission.py` turns tensors
+into operations of the daemon, and `inner.py` leaves those of GPUs on one node to NCCL; `work.py` has operations under
+way, `completion.py` their futures and waits for these; `failing.py` has their error; `flight_record.py` keeps the last
+operations for torch's analyser.
 
 `hooks/` is for gradients of DDP and FSDP2, and for local steps over both. `variables.py` is for launchers that do not
 set torchrun's.
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from fusion_rt.c10d.hooks.fsdp import ReplicatedShards, fully_shard_in_arena
     from fusion_rt.c10d.hooks.outer import local_steps
     from fusion_rt.c10d.membership import dump_flight_record
-    from fusion_rt.c10d.renewal import renew_process_group
+    from fusion_rt.c10d.process_group import renew_process_group
 
 __all__ = [
     "DDPGradients",
@@ -53,7 +52,7 @@ _MODULES = {
     "dump_flight_record": "membership",
     "fully_shard_in_arena": "hooks.fsdp",
     "local_steps": "hooks.outer",
-    "renew_process_group": "renewal",
+    "renew_process_group": "process_group",
 }
 
 

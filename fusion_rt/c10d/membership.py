@@ -29,7 +29,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # 
 
 from fusion_rt.c10d.completion import Completer
 from fusion_rt.c10d.failing import CollectiveError, explained, heed
-from fusion_rt.c10d.flight_dumps import FlightDumps
+from fusion_rt.c10d.flight_record import FlightDumps
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.launchers import environment

@@ -1,4 +1,4 @@
-"""The process group that c10d calls: every operation checked, and turned into submissions.
+"""The process group that c10d calls: its names, time-out, store and end; every operation checked, and submitted.
 
 Ranks in the arguments are positions in the group. Members are in the daemon's order (ascending ranks of the job) in
 what is submitted, which may be another order than the group's.
@@ -8,7 +8,7 @@ c10d calls some operations by names that changed with its versions: both of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +19,9 @@ from fusion_rt import wire
 from fusion_rt.c10d import membership
 from fusion_rt.c10d.arguments import Members, check_alike, checked_tag, combination, only, only_list, pairs, some
 from fusion_rt.c10d.failing import CollectiveError
-from fusion_rt.c10d.identity import GroupIdentity
-from fusion_rt.c10d.inner import LaneWork
+from fusion_rt.c10d.inner import InnerGroup, LaneWork
+from fusion_rt.c10d.membership import JoinedGroup
 from fusion_rt.c10d.monitored import MonitoredBarriers
-from fusion_rt.c10d.sparse_sums import replace_by_sum
 from fusion_rt.c10d.submission import (
     AwaitedMessage,
     Collective,
@@ -33,9 +32,175 @@ from fusion_rt.c10d.submission import (
     signature_for,
 )
 from fusion_rt.c10d.work import FusionWork
-from fusion_rt.torch.core.tensors import dtype_name
+from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
+from fusion_rt.torch.core.tensors import Memory, dtype_name
 
 _NO_TIMEOUT = timedelta(0)
+Gather = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""Fills each of the outputs, with one row for each member, by the members' tensors, and returns when that is done."""
+_BACKEND = "fusion"
+_Base: Any = dist.ProcessGroup  # whose overloads torch's stubs give for its own callers
+
+
+class GroupIdentity(_Base):  # type: ignore[misc]
+    """All of a process group that is not an operation.
+
+    Args:
+        opened: it, as the daemon knows it.
+        name: c10d's.
+        timeout: of operations that are given none.
+    """
+
+    def __init__(self, opened: JoinedGroup, name: str, timeout: timedelta) -> None:
+        super().__init__(opened.rank, opened.size)
+        self._opened = opened
+        self._inner = InnerGroup(opened, timeout.total_seconds())
+        self._position = opened.rank
+        self._recorded = opened.recorder.open_group(name, opened.ranks)
+        self._store: Any = opened.store
+        self.set_timeout(timeout)
+
+    supports_splitting = False
+    supports_coalescing = False
+
+    def rank(self) -> int:
+        """Returns this worker's position in the group."""
+        return self._position
+
+    def size(self) -> int:
+        """Returns the number of members."""
+        return self._opened.size
+
+    getRank = rank
+    getSize = size
+
+    def is_of(self, here: Runtime) -> bool:
+        """Tells whether the group belongs to a membership."""
+        return self._opened.here is here
+
+    def name(self) -> str:
+        """Returns the name of the backend."""
+        return "fusion"
+
+    getBackendName = name
+    _get_backend_name = name
+
+    @property
+    def group_name(self) -> str:
+        """c10d's name of the group."""
+        return self._recorded.name
+
+    def getGroupName(self) -> str:
+        """Returns c10d's name of the group."""
+        return self._recorded.name
+
+    def _set_group_name(self, name: str) -> None:
+        self._recorded.name = name
+
+    setGroupName = _set_group_name
+
+    @property
+    def group_desc(self) -> str:
+        """Name that the script gave the group."""
+        return self._recorded.description
+
+    def getGroupDesc(self) -> str:
+        """Returns what the script calls the group."""
+        return self._recorded.description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._recorded.description = description
+
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # While torch 2.15 makes a group it attaches a recorder in C++ if there are any, and none fits one in Python.
+        if self not in dist.distributed_c10d._world.pg_names:
+            return []
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> GroupIdentity:
+        """Returns this group, which is its own backend on every device."""
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Returns whether `allocate_tensor` has other memory than torch: FSDP2 asks, if it is told to."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of so many elements in the arena, which the daemon reads and writes where they lie."""
+        if not size or not self.supports_tensor_alloc(device):
+            return torch.empty(size, dtype=dtype, device=device)
+        return Memory(self._opened.here, size * dtype.itemsize, small=False).tensor(dtype, (size,))
+
+    def get_group_store(self) -> Any:
+        """Returns the store in which the members met."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time-out of operations that are given none."""
+        self._seconds = self._recorded.seconds = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: the daemon counts the operations of a group."""
+
+    def shutdown(self) -> None:
+        """Ends the group; what is under way in it fails."""
+        self._recorded.close()
+        self._inner.close()
+        self._opened.close()
+
+    def abort(self) -> None:
+        """Ends the group at once; what is under way in it fails. A flight record is written, where one is wanted."""
+        self._inner.close(aborts=True)
+        self._opened.abort()
+        self._recorded.close()
+
+    def __repr__(self) -> str:
+        return f"FusionProcessGroup(name={self.group_name!r}, rank={self._position}, size={self._opened.size})"
+
+
+def replace_by_sum(tensor: torch.Tensor, members: int, gather: Gather) -> None:
+    """Replaces a sparse tensor by the sum of all members' tensors, which is coalesced.
+
+    All members' indices and values are gathered, with places for as many as the member with most has, after their
+    numbers: sums of indices that differ from member to member cannot be formed on the way.
+
+    Args:
+        tensor: in the layout `torch.sparse_coo`.
+        members: how many members take part.
+        gather: called twice, by all members.
+
+    Raises:
+        ValueError: the tensor has another layout.
+    """
+    if tensor.layout != torch.sparse_coo:
+        raise ValueError(f"allreduce: sparse tensors need the layout torch.sparse_coo, not {tensor.layout}")
+    with torch.no_grad():
+        mine = tensor.detach().coalesce()
+        counts = torch.empty(members, dtype=torch.int64)
+        gather([counts], [torch.tensor([mine._nnz()])])
+        found = [int(count) for count in counts]
+        most, own = max(found), mine._nnz()
+        indices = mine.indices().new_zeros((most, mine.sparse_dim()))
+        indices[:own] = mine.indices().t()
+        values = mine.values().new_zeros((most, *mine.values().shape[1:]))
+        values[:own] = mine.values()
+        all_indices = indices.new_empty((members, *indices.shape))
+        all_values = values.new_empty((members, *values.shape))
+        if most:
+            gather([all_indices, all_values], [indices, values])
+        total = torch.sparse_coo_tensor(
+            torch.cat([each[:count] for each, count in zip(all_indices, found, strict=True)]).t(),
+            torch.cat([each[:count] for each, count in zip(all_values, found, strict=True)]),
+            tensor.shape,
+            check_invariants=True,  # a member's tensor may be larger
+        )
+        tensor.copy_(total.coalesce())  # a detached one would have indices of its own
 
 
 def create(options: Any, backend_options: Any) -> FusionProcessGroup:
@@ -485,3 +650,39 @@ class FusionProcessGroup(GroupIdentity):
             receives=tuple(receives),
             seconds=seconds,
         )
+
+
+def renew_process_group(**options: Any) -> bool:
+    """Makes the default process group, in place of the one of an earlier membership of an elastic job if there is one:
+
+        if renew_process_group():
+            ddp = DistributedDataParallel(model)
+
+    It does nothing where the group is of the present membership. Call it on all ranks at the same place, at the begin
+    of the function of `hvd.elastic.run` or of each step of `hvd.elastic.Manager`. In a job whose ranks do not change,
+    the first call makes the group.
+
+    Args:
+        options: of `torch.distributed.init_process_group`, such as `timeout`.
+
+    Returns:
+        Whether it made one. What was made of the group before, such as other groups, meshes and DDP modules, has to be
+        made anew then.
+
+    Raises:
+        ValueError: the default group is of another backend.
+        CollectiveError: a rank is gone; `elastic.run` and `Manager` handle that.
+        FusionError: as `init_process_group`.
+    """
+    if dist.is_initialized():
+        group: Any = dist.group.WORLD
+        if not isinstance(group, FusionProcessGroup):
+            raise ValueError(
+                f"the default process group is of the backend {dist.get_backend()}, which knows nothing of memberships "
+                f"of elastic jobs: use init_process_group({_BACKEND!r}), or destroy it before"
+            )
+        if is_initialized() and group.is_of(runtime()):
+            return False
+        dist.destroy_process_group()
+    dist.init_process_group(_BACKEND, **options)
+    return True

@@ -13,6 +13,7 @@ several hosts (`Meeting`); on one host a shared id of the job is enough.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.meeting import PORTS_OF_A_MEETING, Address, Meeting, addresses_of, hosts_of_uri, identity
-from fusion_rt.launchers.nodelist import expand
 from fusion_rt.local.elastic import EPOCH
 from fusion_rt.units import PORTS
 
@@ -41,6 +41,8 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _ALONE = "alone-"  # how the id of a job without a launcher begins
+_MAX_HOSTS = 65536  # in a list of names
+_MAX_NAME = 255  # characters, as in DNS
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> Environment:
     scope = identity("openmpi", *values)
     # Rank 0 is on the host of mpirun, or else on the first of the others.
     mpirun = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    others = expand(environ.get("OMPI_MCA_orte_node_regex", "").partition("@")[0])
+    others = hosts_of_list(environ.get("OMPI_MCA_orte_node_regex", "").partition("@")[0])
     hosts = (*hosts_of_uri(mpirun), *others[1:])
     return _meeting_environment(
         environ,
@@ -220,7 +222,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Environment:
     local_rank = _number(environ, "SLURM_LOCALID")
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     values = [environ.get(name, "") for name in names]
-    hosts = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    hosts = hosts_of_list(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
     nodes = next((_number(environ, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
                   if environ.get(name)), len(hosts))  # fmt: skip
     if nodes == 1 or (nodes == 0 and rank == local_rank and "MASTER_ADDR" not in environ):
@@ -315,3 +317,61 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise FusionError(f"{name}={environ[name]!r} is not a number") from None
+
+
+def hosts_of_list(text: str) -> tuple[str, ...]:
+    """The names in a list as launchers abbreviate it, in their order: Slurm's `a[01-03,7],b`, Open MPI's `a[2:1-3,7]`
+    (2: digits). A name may have several brackets (`rack[1-2]n[01-16]`).
+
+    Raises:
+        FusionError: it is not such a list, or a very long one.
+    """
+    if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])*", text):
+        raise _not_a_list(text)
+    names: list[str] = []
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        names += _expand_entry(entry, text)
+        if len(names) > _MAX_HOSTS:
+            raise _too_long(text)
+    return tuple(names)
+
+
+def _expand_entry(entry: str, text: str) -> list[str]:
+    names = [""]
+    for part in re.split(r"(\[.*?\])", entry):
+        if len(names[0]) + (0 if part.startswith("[") else len(part)) > _MAX_NAME:
+            raise _not_a_list(text)
+        if part.startswith("["):
+            numbers = _numbers(part[1:-1], text)
+            if len(names) * len(numbers) > _MAX_HOSTS:
+                raise _too_long(text)
+            names = [name + number for name in names for number in numbers]
+        else:
+            names = [name + part for name in names]
+    return names
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    """The numbers in `01-03,7` or `2:1-3,7`, with their leading zeros."""
+    width, colon, rest = ranges.rpartition(":")
+    found: list[str] = []
+    for piece in rest.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", piece)
+        if match is None or (colon and not re.fullmatch("[0-9]{1,2}", width)):
+            raise _not_a_list(text)
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise _not_a_list(text)
+        digits = int(width) if colon else len(first)
+        if int(last) - int(first) >= _MAX_HOSTS:
+            raise _too_long(text)
+        found += [f"{number:0{digits}d}" for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def _not_a_list(text: str) -> FusionError:
+    return FusionError(f"{text[:80]!r} is not a list of hosts such as a[01-03,7],b")
+
+
+def _too_long(text: str) -> FusionError:
+    return FusionError(f"the list of hosts {text[:80]!r} has more than {_MAX_HOSTS} names")

@@ -41,8 +41,7 @@ from fusion_rt.launchers.entries import (
     seal,
     unseal,
 )
-from fusion_rt.launchers.kvserver import HttpServer
-from fusion_rt.launchers.kvstore import HttpStore, Store
+from fusion_rt.launchers.kvstore import HttpServer, HttpStore, Store
 from fusion_rt.launchers.meeting import Meeting
 
 _FIRST_PAUSE = 0.005  # seconds between two looks at a store; doubles up to the longest

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fusion_rt.c10d
-from fusion_rt.c10d.flight_dumps import FlightDumps
+from fusion_rt.c10d.flight_record import FlightDumps
 from fusion_rt.core.errors import FusionError
 from tests import forks
 from tests.harness import Job

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_rt.c10d import profiling
+from fusion_rt.c10d import work
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the profilers, about what they will call things
 
 
 def test_an_operation_is_an_asynchronous_event_with_the_shapes_of_what_is_given() -> None:
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
-        operation = profiling.ProfiledOperation("all_reduce", [torch.ones(2, 3), torch.ones(4)])
+        operation = work.ProfiledOperation("all_reduce", [torch.ones(2, 3), torch.ones(4)])
         operation.end()
         operation.end()
     (event,) = [each for each in profile.function_events if each.name == "fusion:all_reduce"]
@@ -22,7 +22,7 @@ def test_an_operation_is_an_asynchronous_event_with_the_shapes_of_what_is_given(
 
 
 def test_it_is_known_whether_a_profiler_records() -> None:
-    assert not profiling.is_on()
+    assert not work.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert profiling.is_on()
-    assert not profiling.is_on()
+        assert work.is_profiling()
+    assert not work.is_profiling()

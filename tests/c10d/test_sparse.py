@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fusion_rt.c10d.sparse_sums import replace_by_sum
+from fusion_rt.c10d.process_group import replace_by_sum
 
 SHAPE = (7, 5, 3)
 

@@ -18,7 +18,7 @@ from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError, SettingError, WireError
 from fusion_rt.host.bootstrap import Endpoint, decode_line, encode_line
-from fusion_rt.launchers.nodelist import expand
+from fusion_rt.launchers.environment import hosts_of_list
 from fusion_rt.local import array_codec, elastic, packets, stack_text
 from fusion_rt.runner.command import config_file
 from fusion_rt.runner.protocol import agent_messages
@@ -80,7 +80,7 @@ def test_an_empty_array_of_an_impossible_shape_is_a_wire_error(shape: tuple[int,
 )
 def test_lists_of_hosts_have_neither_endless_names_nor_empty_ranges(text: str) -> None:
     with pytest.raises(FusionError, match="is not a list of hosts"):
-        expand(text)
+        hosts_of_list(text)
 
 
 def read_yaml(text: str) -> object:

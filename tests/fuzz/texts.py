@@ -11,8 +11,7 @@ from fusion_rt.codecs import CodecError
 from fusion_rt.core import mixing
 from fusion_rt.core.errors import FusionError, MixingError, SettingError
 from fusion_rt.launchers import meeting
-from fusion_rt.launchers.environment import detect
-from fusion_rt.launchers.nodelist import expand
+from fusion_rt.launchers.environment import detect, hosts_of_list
 from fusion_rt.local import stack_text
 from fusion_rt.runner.command import config_file
 from fusion_rt.runner.decisions.host_list import parse_hostfile, parse_hosts
@@ -145,7 +144,7 @@ def targets() -> list[Target]:
         Target("mixing matrix", _encoded(_MATRICES), _matrix, (MixingError,), words=(b"nan", b"inf", b"1e308"), cost=5),
         Target("YAML", _encoded(_YAML), _yaml, (SettingError,), words=_OF_YAML, cost=10),
         _text("settings", _settings, _SETTINGS, SettingError, (b"MiB", b"ms", b"1e400", b"inf", b"nan"), cost=5),
-        _text("list of nodes", expand, _NODE_LISTS, FusionError, _OF_LISTS, cost=10, nbytes=64 << 20),
+        _text("list of nodes", hosts_of_list, _NODE_LISTS, FusionError, _OF_LISTS, cost=10, nbytes=64 << 20),
         _text("Open MPI's URI", meeting.hosts_of_uri, _URIS, FusionError),
         Target("environment", list(map(_as_bytes, _ENVIRONMENTS)), _environment, (FusionError,), words=_NAMES, cost=5),
         Target("traceback", _encoded(_TRACEBACKS), _traceback, (), words=(b"Traceback (most recent call last):",)),

@@ -12,7 +12,7 @@ import pytest
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host.private_files import open_private, open_private_directory, read_secret, replacing
 from fusion_rt.runner.launch.worker_output import WorkerOutput
-from fusion_rt.torch.autotune.log import Log
+from fusion_rt.torch.autotune.measured import Log
 from fusion_trace.export.output_file import opened
 from fusiond.timeline.array_file import ArrayFile
 

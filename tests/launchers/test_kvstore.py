@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fusion_rt.core.errors import FusionError, WireError
-from fusion_rt.launchers import kvserver, kvstore
-from fusion_rt.launchers.kvserver import HttpServer
-from fusion_rt.launchers.kvstore import MAX_VALUE, HttpStore
+from fusion_rt.launchers import kvstore
+from fusion_rt.launchers.kvstore import MAX_VALUE, HttpServer, HttpStore
 
 pytestmark = pytest.mark.multiprocess  # for the descriptors
 
@@ -196,10 +195,10 @@ def test_the_next_port_is_taken_when_one_is_in_use(server: HttpServer) -> None:
 
 
 def test_a_server_listens_on_all_addresses_unless_one_is_meant() -> None:
-    assert kvserver._listening_addresses(["127.0.0.1", "192.0.2.1"]) == [(socket.AF_INET, "127.0.0.1")]
+    assert kvstore._listening_addresses(["127.0.0.1", "192.0.2.1"]) == [(socket.AF_INET, "127.0.0.1")]
     everywhere = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
-    assert kvserver._listening_addresses(["127.0.0.1", "127.0.0.2"]) == everywhere
-    assert kvserver._listening_addresses(["no-such-host.invalid"]) == everywhere
+    assert kvstore._listening_addresses(["127.0.0.1", "127.0.0.2"]) == everywhere
+    assert kvstore._listening_addresses(["no-such-host.invalid"]) == everywhere
     server = HttpServer(["no-such-host.invalid"], [0], "job", ours, lambda *_: True, max_keys=9)
     assert client_of(server).get("job/a") is None
     server.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusion_rt.core.errors import FusionError
-from fusion_rt.launchers.nodelist import expand
+from fusion_rt.launchers.environment import hosts_of_list
 from tests.for_each import for_each
 
 
@@ -24,16 +24,16 @@ from tests.for_each import for_each
     ],
 )
 def test_a_list_is_expanded(text: str, names: str) -> None:
-    assert expand(text) == tuple(names.split())
+    assert hosts_of_list(text) == tuple(names.split())
 
 
 @for_each("text", ["a[", "a]", "a[]", "a[x]", "a[1-]", "a[1-2-3]", "a[x:1]"])
 def test_what_is_no_list_is_refused(text: str) -> None:
     with pytest.raises(FusionError, match="not a list of hosts"):
-        expand(text)
+        hosts_of_list(text)
 
 
 @pytest.mark.parametrize("text", ["a[0-99999999]", "a[0-999]b[0-999]", ",".join(["a[0-9999]"] * 7)])
 def test_a_list_without_end_is_refused_before_it_is_made(text: str) -> None:
     with pytest.raises(FusionError, match="more than 65536 names"):
-        expand(text)
+        hosts_of_list(text)

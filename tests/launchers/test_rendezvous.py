@@ -16,8 +16,7 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import Endpoint, PeerTable, StartError
 from fusion_rt.launchers.entries import Arrival, Assignment, Refusal, Word, seal
-from fusion_rt.launchers.kvserver import HttpServer
-from fusion_rt.launchers.kvstore import HttpStore
+from fusion_rt.launchers.kvstore import HttpServer, HttpStore
 from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.launchers.rendezvous import Rendezvous, open_store
 

@@ -22,17 +22,18 @@ from fusion_rt.host.allocator import return_freed_memory
 from fusion_rt.local import elastic
 from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.core.basics import init
+from fusion_rt.torch.core.process_sets import global_process_set
 from fusion_rt.torch.core.runtime import runtime, step_out
 from fusion_rt.torch.elastic import donors, mirrors
 from fusion_rt.torch.elastic.donors import Donors
 from fusion_rt.torch.elastic.healing import heal
-from fusion_rt.torch.elastic.planning_ahead import can_plan_ahead, plan_ahead
 from fusion_rt.torch.elastic.sampler import Standing
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.ops.objects import allgather_object
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
-from fusion_rt.torch.sync.synchroniser import enter_all, everyone
+from fusion_rt.torch.sync.slots import in_order
+from fusion_rt.torch.sync.synchroniser import Synchroniser, enter_all, everyone
 from fusion_rt.torch.sync.when import Outcome, ShardClock, When
 from fusion_rt.wire import is_group
 
@@ -361,3 +362,28 @@ def _donors(reports: Sequence[Report]) -> Donors:
     root = next((rank for rank, report in enumerate(reports) if report.has_values), 0)
     by_taker = donors.by_taker([report.level for report in reports])
     return Donors(not all(report.skips_sync for report in reports), root, by_taker)
+
+
+def can_plan_ahead(sync: Synchroniser, is_new: bool) -> bool:
+    """Tells whether the plan of an optimizer can be asked for before there are gradients. They say which ones are
+    sparse, and what a script's compressor makes of them; and codecs and homes get their state before.
+
+    Args:
+        sync: the optimizer's.
+        is_new: this rank has been in no membership that has plans; others have.
+    """
+    options, named = sync.options, {slot.name for slot in sync.slots}
+    is_global = options.process_set is global_process_set
+    is_plain = options.compressor is None and sync.replanning is None and not sync.checkpoint.remembers
+    return is_global and is_plain and bool(named) and (is_new or named == set(sync.plan.order))
+
+
+def plan_ahead(sync: Synchroniser) -> None:
+    """Asks for a plan, in the order of the one before, and does not wait for it. To be called on all ranks.
+
+    Raises:
+        HorovodInternalError: a rank is gone.
+    """
+    by_name = {slot.name: slot for slot in sync.slots}
+    order = in_order([*(by_name[name] for name in sync.plan.order if name in by_name), *sync.slots])
+    sync.plan.propose({slot.name: slot for slot in order}, sync.when.reduction(), ahead=True)

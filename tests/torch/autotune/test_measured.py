@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.settings import Settings
 from fusion_rt.torch.autotune.director import Circumstances, Director, Step
-from fusion_rt.torch.autotune.measured import Measured, default_setting
+from fusion_rt.torch.autotune.measured import Log, Measured, default_setting
 from fusion_rt.units import MIB
-from tests.torch.autotune.fakes import circumstances
+from tests.torch.autotune.fakes import DEFAULT, circumstances
 
 Seconds = Callable[[wire.Tuning], float]
+OF_HOROVOD = "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,"
 
 
 def settings(folder: Path, **changes: Any) -> Settings:
@@ -113,3 +116,40 @@ def test_where_there_is_nothing_to_choose_nothing_is_tried(tmp_path: Path, monke
     alone = settings(tmp_path, autotune_keep_order=True, kernel_threads=1)
     plans = follow(tuner_of(alone, circumstances(slots=(2,), latency=0.0, seconds_per_byte=0.0), ""), best_at_two_mib)
     assert len(plans) == 1
+
+
+def test_lines_begin_with_horovods_columns_and_end_with_the_score(tmp_path: Path) -> None:
+    log = Log(str(tmp_path / "log.csv"))
+    log.sample(DEFAULT, 439.25)
+    log.sample(replace(DEFAULT, threshold=MIB // 2, exchange="ring"), 0.125)
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert lines[0].startswith(OF_HOROVOD + "tensor_fusion_threshold,")
+    assert lines[0].endswith(",score")
+    assert lines[1] == "0,0,0,1,0,16,256,16,2,auto,439.25"
+    rows = list(csv.DictReader(lines))
+    assert float(rows[1]["tensor_fusion_threshold"]) == 0.5
+    assert rows[1]["dense_route"] == "ring"
+    assert [float(row["score"]) for row in rows] == [439.25, 0.125]
+
+
+def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
+    log = Log(str(tmp_path / "log.csv"))
+    log.sample(DEFAULT, 1.0)
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 2
+
+
+def test_an_old_log_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("old\n")
+    Log(str(tmp_path / "log.csv"))
+    assert (tmp_path / "log.csv").read_text().startswith(OF_HOROVOD)
+
+
+def test_without_a_path_nothing_is_written() -> None:
+    log = Log("")
+    log.sample(DEFAULT, 1.0)
+
+
+def test_a_file_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="the log file of --autotune cannot be written: .*missing"):
+        log = Log(str(tmp_path / "missing" / "log.csv"))
+    log.sample(DEFAULT, 1.0)

@@ -15,7 +15,7 @@ import torch
 
 from fusion_rt.torch.large_batch import LAMB, LARS, split_over
 from tests.for_each import for_each
-from tests.torch.contrib.large_batch.reference import Lamb, Lars
+from tests.torch.large_batch.reference import Lamb, Lars
 
 STEPS = 20
 SHAPES = ((6, 5), (5,), (3, 2, 4), ())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch.contrib.large_batch import adaptive
+from fusion_rt.torch import large_batch
 from fusion_rt.torch.large_batch import LAMB, LARS, LinearScaling, split_over
 from tests.harness import on_ranks
 from tests.torch.training import assert_same, everybodys_batch, loss_of, make_model, train, train_reference
@@ -52,13 +52,13 @@ def test_parts_of_tensors_are_stepped_like_whole_ones(kind: str) -> None:
     vectors = {part for part, tensor in zip(parts, whole, strict=True) if tensor.dim() == 1}
     optimizer = KINDS[kind](parts, exclude_1d=lambda part: part in vectors, norms=split_over(hvd.global_process_set))
     calls: list[Any] = []
-    allreduce = adaptive.allreduce
+    allreduce = large_batch.allreduce
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
         calls.append(args)
         return allreduce(*args, **options)
 
-    adaptive.allreduce = counted
+    large_batch.allreduce = counted
     try:
         for step in range(6):
             plain.zero_grad()
@@ -69,7 +69,7 @@ def test_parts_of_tensors_are_stepped_like_whole_ones(kind: str) -> None:
             plain.step()
             optimizer.step()
     finally:
-        adaptive.allreduce = allreduce
+        large_batch.allreduce = allreduce
     assert len(calls) == 6, "one message a step"
     for part, tensor in zip(parts, whole, strict=True):
         torch.testing.assert_close(part.detach(), part_of(tensor), rtol=1e-11, atol=1e-13)

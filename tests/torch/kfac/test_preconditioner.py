@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_rt.torch.contrib.kfac.factors import pack, unpack
-from fusion_rt.torch.kfac import KFAC
+from fusion_rt.torch.kfac import KFAC, pack, unpack
 from tests.for_each import for_each
-from tests.torch.contrib.kfac.reference import NumpyKFAC, patches, softmax_minus, with_ones
+from tests.torch.kfac.reference import NumpyKFAC, patches, softmax_minus, with_ones
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fusion_rt.torch.contrib.kfac.assignment import assign, decomposition_cost
+from fusion_rt.torch.kfac import assign, decomposition_cost
 from tests.for_each import for_each
 
 

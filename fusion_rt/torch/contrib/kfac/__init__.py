@@ -1,1 +1,0 @@
-"""Implementation of `fusion_rt.torch.kfac`."""
