@@ -57,12 +57,16 @@ def _protocol() -> tuple[float, float]:
     message."""
     sent: list[bytes] = []
 
-    def send_chunk(node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
-        sent.append(wire.encode(chunk))
-        return False
+    class Outlet:
+        def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int) -> bool:
+            sent.append(wire.encode(chunk))
+            return False
+
+        def to_node(self, node: int, message: wire.PeerMessage) -> None:
+            pass
 
     def port(node: int) -> FlowPort:
-        return FlowPort(_KEY, 0, range(2), node, 4096, 1 << 30, send_chunk, lambda *_: None, lambda: None)
+        return FlowPort(_KEY, 0, range(2), node, 4096, 1 << 30, Outlet())
 
     chunks = 512
     times: list[tuple[float, float]] = []

@@ -43,7 +43,7 @@ class Node:
         self._job = job
         self.node = node
         memory = job.memories[node] if job.memories else None
-        self.engine = Engine(job.topology, node, job.settings, self, self._job_failed, memory=memory)
+        self.engine = Engine(job.topology, node, job.settings, self, memory=memory)
         self.failure = ""
 
     def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
@@ -107,7 +107,7 @@ class Node:
     def clock(self) -> float:
         return self._job.now
 
-    def _job_failed(self, error: str) -> None:
+    def job_failed(self, error: str) -> None:
         self.failure = error
         self.engine.fail_job(error)
 

@@ -96,7 +96,6 @@ class ViewNode(Node):
             self.node,
             self._view_job.settings,
             self,
-            self._job_failed,
             self.membership.epoch,
         )
         self._dispatch.engine_begins(self.engine)
@@ -115,7 +114,7 @@ class ViewNode(Node):
             self.deaf.add(peer)
             self.losses.peer_lost(peer, why)
 
-    def _job_failed(self, error: str) -> None:
+    def job_failed(self, error: str) -> None:
         self.fail(error, True)
 
     def current_engine(self) -> Engine:

@@ -49,6 +49,7 @@ class DaemonEffects:
     ) -> None:
         self.workers: Workers
         self.run_jobs: RunJobs
+        self.job_failed: Callable[[str], None]
         self.to_worker: Callable[..., None] = self._first_to_worker
         self._stacks = stacks
         self._links = links
@@ -66,10 +67,11 @@ class DaemonEffects:
         self.send_chunk = send_payload
         self.send_piece = partial(send_payload, urgency=_OF_PARCELS)
 
-    def begin(self, workers: Workers, pool: KernelPool) -> None:
+    def begin(self, workers: Workers, pool: KernelPool, job_failed: Callable[[str], None]) -> None:
         """The daemon runs: its workers can be answered, and jobs given to its threads."""
         self.workers = workers
         self.run_jobs = pool.run
+        self.job_failed = job_failed
 
     def end(self) -> None:
         """Makes nothing happen from now on, whatever an engine whose time is over still wants."""

@@ -169,7 +169,7 @@ class Formation:
 
     def begin(self) -> None:
         """Begins to take part, with an empty engine. To be called once the daemon runs."""
-        self.effects.begin(self._shell.workers, self._shell.pool)
+        self.effects.begin(self._shell.workers, self._shell.pool, self.ending.fail)
         self._make_engine()
         if self._shell.mesh is not None:
             self._shell.mesh.take_with(self.peer_dispatch.receive)
@@ -233,7 +233,6 @@ class Formation:
             self.config.node,
             self._shell.settings,
             self.effects,
-            self.ending.fail,
             self.membership.epoch,
             self._shell.trace,
             self._absent,

@@ -7,7 +7,7 @@ view before, and is dropped: the node has handed over what it was to be about.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
@@ -20,14 +20,20 @@ from fusiond.operations.context import Context
 _MAX_WAITING = 65536  # messages of a node that wait for the coordinator to begin
 
 
+class Receiver(Protocol):
+    """The engine, as the coordinator sees it."""
+
+    def peer_message(self, node: int, message: wire.PeerMessage) -> None:
+        """A message about operations has come."""
+
+
 class Coordination:
     """One engine's access to the coordinator.
 
     Args:
         context: the engine's.
         questions: ask where ranks are.
-        receive: the engine's, for messages of the coordinator to this node.
-        on_job_failed: called with a sentence when a node said what no node of this job would say.
+        engine: gets messages of the coordinator to this node.
         epoch: the membership epoch.
 
     Attributes:
@@ -41,14 +47,12 @@ class Coordination:
         self,
         context: Context,
         questions: Questions,
-        receive: Callable[[int, wire.PeerMessage], None],
-        on_job_failed: Callable[[str], None],
+        engine: Receiver,
         epoch: int,
     ) -> None:
         self._context = context
         self._questions = questions
-        self._receive = receive
-        self._on_job_failed = on_job_failed
+        self._engine = engine
         self.node = next(node for node, ranks in enumerate(context.topology.ranks) if ranks)
         self.settling = False
         self.dropped = 0
@@ -145,7 +149,7 @@ class Coordination:
         answer = self.coordinator.handle(node, message)
         if answer is None:
             host = self._context.topology.hosts[node]
-            self._on_job_failed(
+            self._context.outside.job_failed(
                 f"node {node} (host {host}) sent a {type(message).__name__} that no node of this job would send"
             )
             return
@@ -177,6 +181,6 @@ class Coordination:
     def _send(self, messages: Outgoing) -> None:
         for node, message in messages:
             if node == self._context.node:
-                self._receive(node, message)
+                self._engine.peer_message(node, message)
             else:
                 self._context.outside.to_node(node, message)

@@ -8,8 +8,8 @@ the rank that made it only: this node asks the others itself, and ends it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from fusion_rt import wire
 from fusion_rt.tracing.format import Kind
@@ -27,9 +27,7 @@ from fusiond.control.waiting import (
 )
 from fusiond.core.deadlines import Deadlines
 from fusiond.core.tracing import about_key
-from fusiond.operations.context import Context
-from fusiond.operations.operation import Operation
-from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.operation import NodeOperations, Operation
 from fusiond.shards import ParameterService
 from fusiond.shards.timeouts import key_of
 
@@ -48,24 +46,27 @@ class _Wait(NamedTuple):
     seconds: float = 0.0
 
 
-class Stalls:
-    """The clock of one engine, whose other parts it uses.
+class Proposed(Protocol):
+    """The plans that local ranks have proposed."""
 
-    Args:
-        proposals: the plans that local ranks have proposed: key, when the first one did (s), and the ranks.
-    """
+    def waits(self) -> Iterable[tuple[OpKey, float, Collection[int]]]:
+        """Returns of each its key, when the first rank proposed it (s), and the ranks that have."""
+
+
+class Stalls:
+    """The clock of one engine, whose other parts it uses."""
 
     def __init__(
         self,
-        context: Context,
-        outcomes: Outcomes,
+        operations: NodeOperations,
         coordination: Coordination,
         questions: Questions,
         homes: ParameterService,
-        proposals: Callable[[], Iterable[tuple[OpKey, float, Collection[int]]]],
+        proposals: Proposed,
     ) -> None:
+        context = operations.context
         self._context = context
-        self._outcomes = outcomes
+        self._operations = operations
         self._coordination = coordination
         self._questions = questions
         self._homes = homes
@@ -111,14 +112,14 @@ class Stalls:
     def _waits(self) -> Iterator[_Wait]:
         participants = self._context.participants
         departed = participants.departed.difference(participants.lost)
-        for operation in self._context.operations.values():
+        for operation in self._operations.under_way.values():
             if wire.is_group(operation.key.process_set) and not operation.parts:
                 continue  # nobody waits for it here; those who do see to it
             left = bool(operation.parts) and any(
                 r in operation.members.set.ranks and r not in operation.parts for r in departed
             )
             yield _Wait(("operation", operation.key), operation.since, left, seconds=operation.seconds)
-        for key, since, ranks in self._proposals():
+        for key, since, ranks in self._proposals.waits():
             members = participants.members(key.process_set).set.ranks
             yield _Wait(("plan", key), since, any(rank in members and rank not in ranks for rank in departed))
         for client in self._homes.waits.contributions():
@@ -139,8 +140,8 @@ class Stalls:
 
     def _conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
         """An inquiry about an operation of a group is over."""
-        if error and subject[1] in self._context.operations:  # else it has ended since
-            self._outcomes.everywhere(subject[1], error, missing)
+        if error and subject[1] in self._operations.under_way:  # else it has ended since
+            self._operations.everywhere(subject[1], error, missing)
 
     def limit(self, operation: Operation) -> None:
         """An operation of a group fails when its time is up."""
@@ -148,12 +149,12 @@ class Stalls:
 
     def _overdue(self, now: float) -> float:
         """Asks about the operations whose time is up; returns when the next one's is."""
-        for operation in list(self._context.operations.values()):
+        for operation in list(self._operations.under_way.values()):
             if operation.until <= now:
                 operation.until = now + _AGAIN
                 waited = math.nextafter(operation.seconds, math.inf)
                 self._of_groups.inquire(("operation", operation.key), waited, operation.seconds)
-        return min((operation.until for operation in self._context.operations.values()), default=math.inf)
+        return min((operation.until for operation in self._operations.under_way.values()), default=math.inf)
 
     def forget_group(self, group: int) -> None:
         """A group has been closed."""
@@ -188,13 +189,13 @@ class Stalls:
     def under_way(self, key: OpKey | None = None) -> list[wire.Waiting]:
         """Returns what waits here; only what has this key, if there is one, and then also operations that are over."""
         now = self._context.outside.clock()
-        operations = self._context.operations
+        operations = self._operations.under_way
         if key is None:
             found = [self._operation(operation, now) for operation in operations.values()]
         else:
             found = [self._operation(operations[key], now, True)] if key in operations else self._over(key)
         participants = self._context.participants
-        for plan, since, ranks in self._proposals():
+        for plan, since, ranks in self._proposals.waits():
             awaited = participants.awaited(participants.members(plan.process_set))
             what = plan_in_words(plan.name)[: wire.MAX_LINE]
             found.append(wire.Waiting("plan", plan, what, now - since, tuple(ranks), awaited))
@@ -220,10 +221,10 @@ class Stalls:
     def _over(self, key: OpKey) -> list[wire.Waiting]:
         """Returns what is known of an operation that is over here; nothing, as soon as that is forgotten."""
         context = self._context
-        if not self._outcomes.is_over(key) or key.process_set not in context.participants:
+        if not self._operations.is_over(key) or key.process_set not in context.participants:
             return []
         ranks = context.participants.members(key.process_set).local
-        signature = self._outcomes.completed_as(key)
+        signature = self._operations.completed_as(key)
         signatures = () if signature is None else (signature,) * len(ranks)
         note = f"it is over on host {context.host} (node {context.node})"
         return [

@@ -47,6 +47,9 @@ class Effects(Protocol):
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         """Finds out where local workers are; calls back, at once or later."""
 
+    def job_failed(self, error: str, /) -> None:
+        """Ends the job with this sentence, because it cannot go on."""
+
     def warn(self, text: str, /) -> None:
         """Logs a warning."""
 

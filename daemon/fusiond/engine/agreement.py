@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from fusion_rt import wire
@@ -13,10 +13,8 @@ from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import Recipe, make_recipe
 from fusiond.control.coordination import Coordination
 from fusiond.core.errors import RequestError
-from fusiond.operations.context import Context
-from fusiond.operations.executor import Executor, local_parts
-from fusiond.operations.operation import Operation
-from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.operation import NodeOperations, Operation, OperationState
+from fusiond.operations.starter import Starter
 from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.shards import ParameterService
 
@@ -29,33 +27,24 @@ class Agreement:
     """The agreement of all nodes on an engine's operations.
 
     Args:
-        context, coordination, outcomes, homes, plans, executor: the engine's.
-        disagree: told of an operation about which the ranks do not agree.
-        advance: lets an operation go on about which something has changed (`Exchanges.advance`).
+        operations, coordination, homes, plans, starter: the engine's.
     """
 
     def __init__(
         self,
-        context: Context,
+        operations: NodeOperations,
         coordination: Coordination,
-        outcomes: Outcomes,
         homes: ParameterService,
         plans: Plans,
-        executor: Executor,
-        disagree: Callable[[Operation], None],
-        advance: Callable[[Operation], None],
+        starter: Starter,
     ) -> None:
-        self._context = context
-        self._participants = context.participants
-        self._operations = context.operations
-        self._outside = context.outside
+        self._operations = operations
+        self._context = operations.context
+        self._participants = operations.context.participants
         self._coordination = coordination
-        self._outcomes = outcomes
         self._homes = homes
         self._plans = plans
-        self._executor = executor
-        self._disagree = disagree
-        self._advance = advance
+        self._starter = starter
         self._approved: OrderedDict[tuple[int, int], wire.Signature] = OrderedDict()  # by process set and digest
         self._recipes: dict[wire.Signature, Recipe] = {}
         self._verdicts: OrderedDict[OpKey, wire.Verdict] = OrderedDict()  # those that say more than "approved"
@@ -84,7 +73,7 @@ class Agreement:
             return False
         refusal = self._refused_after_join(operation)
         if refusal:
-            self._outcomes.everywhere(operation.key, f"{operation.what}: {refusal}")
+            self._operations.everywhere(operation.key, f"{operation.what}: {refusal}")
             return False
         away = self._participants.away(operation.members)
         if any(rank not in operation.parts and rank not in away for rank in operation.members.local):
@@ -93,7 +82,7 @@ class Agreement:
             return True
         if operation.key.plan:
             if operation.planned is None and (planned := self._plans.find(operation.key)) is not None:
-                operation.planned, operation.tuning = planned, planned[0].tuning
+                operation.planned = planned
             return operation.planned is not None  # else it goes on when the plan has come
         self._relay(operation)
         return False
@@ -101,21 +90,20 @@ class Agreement:
     def lose(self, new: Sequence[int]) -> None:
         """Ranks are lost, and the process sets know. What was under way and needs them fails on all ranks."""
         self._recipes.clear()
-        for operation in list(self._operations.values()):
+        for operation in list(self._operations.under_way.values()):
             lost = [rank for rank in operation.members.set.ranks if rank in new]
-            if not lost or self._operations.get(operation.key) is not operation:
+            if not lost or self._operations.under_way.get(operation.key) is not operation:
                 continue
-            if operation.exchange is not None or (operation.parts and operation.kind != "join"):
+            if operation.has_begun or (operation.parts and operation.kind != "join"):
                 who, why = self._context.topology.describe(lost), self._participants.lost[lost[0]]
-                self._outcomes.everywhere(operation.key, f"{operation.what} was under way when {who} was lost: {why}")
+                self._operations.everywhere(operation.key, f"{operation.what} was under way when {who} was lost: {why}")
             else:  # a join, or only peers have said anything: they have begun it since, or will say that it has failed
-                operation.members = self._participants.members(operation.key.process_set)
-                operation.early = deque(early for early in operation.early if early[0] in operation.members.nodes)
+                operation.lose(self._participants.members(operation.key.process_set))
 
     def resume(self) -> None:
         """Lets operations go on that waited for ranks that are lost."""
         for operation in [r for r in self._global_operations() if r.kind == "join" and r.parts]:
-            self._advance(operation)
+            self._operations.engine.advance(operation)
 
     @property
     def approved(self) -> tuple[wire.Signature, ...]:
@@ -132,14 +120,14 @@ class Agreement:
         """Operations that wait for the coordinator."""
         return tuple(
             _request(operation)
-            for operation in self._operations.values()
-            if operation.asked and operation.exchange is None
+            for operation in self._operations.under_way.values()
+            if operation.state is OperationState.ASKED
         )
 
     @property
     def disputed(self) -> tuple[wire.Mismatch, ...]:
         """Operations about which the coordinator has to ask all nodes."""
-        return tuple(wire.Mismatch(operation.key) for operation in self._operations.values() if operation.disputed)
+        return tuple(wire.Mismatch(key) for key, found in self._operations.under_way.items() if found.disputed)
 
     def settle_sets(self, settled: wire.Settled, removed: Callable[[int], None]) -> None:
         """The process sets are those that all nodes have; `removed` is called with the others first."""
@@ -152,10 +140,10 @@ class Agreement:
         """An operation is over, which a join may have waited for."""
         for operation in self._global_operations():
             if operation.kind == "join":
-                self._advance(operation)
+                self._operations.engine.advance(operation)
 
     def _global_operations(self) -> list[Operation]:
-        return [operation for key, operation in self._operations.items() if key.process_set == GLOBAL_SET]
+        return [operation for key, operation in self._operations.under_way.items() if key.process_set == GLOBAL_SET]
 
     def _refused_after_join(self, operation: Operation) -> str:
         """Returns why an operation cannot do without the local ranks that have joined; empty if it can."""
@@ -173,11 +161,11 @@ class Agreement:
             return  # a rank may join before its operations are done; everybody stays joined until they are
         if len(recipe.members.nodes) == 1:
             small = kind == "allreduce" and recipe.local_nbytes <= INLINE_WORK and recipe.reducer.op != "adasum"
-            if small and self._executor.can_reduce_at_once(operation, recipe):
-                self._executor.reduce_at_once(operation, recipe)
+            if small and self._starter.can_reduce_at_once(operation, recipe):
+                self._starter.reduce_at_once(operation, recipe)
                 return
             # all members; those of a node may be in another order
-            parts = sorted(local_parts(operation), key=lambda part: part.rank)
+            parts = sorted(operation.local_parts, key=lambda part: part.rank)
             rows = [part.signature.shape[0] if part.signature.shape else 1 for part in parts]
             if kind == "join":
                 rows = [*self._participants.joined[-1:], *max(part.splits for part in parts)]
@@ -186,7 +174,7 @@ class Agreement:
         in_group = wire.is_group(operation.key.process_set)
         operation.digest = wire.digest(recipe.signature)
         if any(chunk.digest != operation.digest for _, chunk, _ in operation.early):
-            self._disagree(operation)
+            self._operations.engine.disagree(operation)
             return
         if in_group:  # its ranks agree, or will notice
             self._start(operation, (), ())
@@ -198,7 +186,7 @@ class Agreement:
             self._approved.move_to_end(agreed)
             self._start(operation, (), ())
         else:
-            operation.asked = True
+            operation.ask()
             self._context.trace.record(Kind.NEGOTIATE_BEGIN, operation.key.name, 0, operation.key.clock)
             self._coordination.ask(_request(operation))
 
@@ -212,13 +200,13 @@ class Agreement:
 
     def verdict(self, verdict: wire.Verdict) -> None:
         """The coordinator says that the ranks agree."""
-        operation = self._operations.get(verdict.key)
+        operation = self._operations.under_way.get(verdict.key)
         if verdict.signature is not None:  # the others' operation, while all ranks here have joined
             self.approve(verdict.key.process_set, wire.digest(verdict.signature), verdict.signature)
-            for waiting in [r for r in self._operations.values() if r.peers_digest and not r.parts]:
-                self._advance(waiting)
+            for waiting in [r for r in self._operations.under_way.values() if r.peers_digest and not r.parts]:
+                self._operations.engine.advance(waiting)
             return
-        if operation is None or not operation.asked:
+        if operation is None or operation.state is not OperationState.ASKED:  # a peer's data came first
             return
         assert operation.recipe is not None
         self.approve(operation.key.process_set, operation.digest, operation.recipe.signature)
@@ -226,20 +214,19 @@ class Agreement:
             self._verdicts[verdict.key] = verdict
             if len(self._verdicts) > _MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
-        if operation.exchange is None:  # else a peer's data came first
-            self._context.trace.record(Kind.NEGOTIATE_END, operation.key.name, 0, operation.key.clock)
-            self._start(operation, verdict.rows, verdict.splits)
+        self._context.trace.record(Kind.NEGOTIATE_END, operation.key.name, 0, operation.key.clock)
+        self._start(operation, verdict.rows, verdict.splits)
 
     def peer_has_begun(self, operation: Operation) -> None:
         """Data of an operation has come that waits for the coordinator, or for ranks that may have joined."""
-        if operation.asked and operation.exchange is None:
+        if operation.state is OperationState.ASKED:
             assert operation.recipe is not None
             if wire.KINDS[operation.kind].complete:  # approved, or nothing would come; the verdict is late
                 self.approve(operation.key.process_set, operation.digest, operation.recipe.signature)
                 self._context.trace.record(Kind.NEGOTIATE_END, operation.key.name, 0, operation.key.clock)
                 self._start(operation, (), ())
         elif self._participants.joined:
-            self._advance(operation)
+            self._operations.engine.advance(operation)
 
     def tell_who_joined(self, operation: Operation) -> None:
         """An operation has begun here; nodes whose ranks have all joined would not begin it without this message."""
@@ -248,7 +235,7 @@ class Agreement:
             for node in operation.members.nodes:
                 if node != self._context.node and node not in awaited:
                     signature = None if operation.recipe is None else operation.recipe.signature
-                    self._outside.to_node(node, wire.Began(operation.key, operation.digest, signature))
+                    self._context.outside.to_node(node, wire.Began(operation.key, operation.digest, signature))
 
     def _start(self, operation: Operation, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
         """An operation outside a plan, on which all ranks agree, begins here."""
@@ -257,9 +244,9 @@ class Agreement:
         if self._participants.joined:
             self.tell_who_joined(operation)
         try:
-            self._executor.start_tensor(operation, operation.recipe, rows, splits)
+            self._starter.start_tensor(operation, operation.recipe, rows, splits)
         except RequestError as error:
-            self._outcomes.everywhere(operation.key, f"{operation.what}: {error}")
+            self._operations.everywhere(operation.key, f"{operation.what}: {error}")
 
     def _take_effect(self, operation: Operation, signature: wire.Signature, rows: Sequence[int]) -> None:
         """Does on this node what an operation without data is for. All nodes do it before any of them completes it."""
@@ -277,9 +264,9 @@ class Agreement:
 
     def remove_set(self, process_set: int) -> None:
         """There is no such process set any more. What is under way in it fails."""
-        for key in [key for key in self._operations if key.process_set == process_set]:
-            what = self._operations[key].what
-            self._outcomes.here(key, f"{what} was under way when process set {process_set} was removed")
+        for key in [key for key in self._operations.under_way if key.process_set == process_set]:
+            what = self._operations.under_way[key].what
+            self._operations.here(key, f"{what} was under way when process set {process_set} was removed")
         self._plans.remove_set(process_set)
         self._homes.remove_set(process_set)
         self._coordination.forget_set(process_set)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from fusion_rt import wire
@@ -12,15 +12,12 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError
 from fusion_rt.kernels import cpu
 from fusion_rt.local import array_codec
-from fusion_rt.wire import OpKey
 from fusiond.buckets.codec_state import State
 from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array, Job
 from fusiond.core.dispatch import Handlers
-from fusiond.core.effects import Effects
 from fusiond.core.result import Result
-from fusiond.operations.operation import Operation
-from fusiond.operations.thread_work import ThreadWork
+from fusiond.operations.operation import NodeOperations
 from fusiond.shards import ParameterService
 
 
@@ -28,28 +25,14 @@ class CodecService:
     """The codec service of one engine.
 
     Args:
+        operations: the engine's.
         plans: the active ones, with their codecs.
         homes: of their buckets, on this node.
-        operations: those under way, by key.
-        work: on threads.
-        outside: acts for it.
-        failure: why the job cannot go on; empty if it can.
-        failed: called with words for what cannot be used, since its kernels cannot be had, and why.
     """
 
-    def __init__(
-        self,
-        plans: Plans,
-        homes: ParameterService,
-        operations: Mapping[OpKey, Operation],
-        work: ThreadWork,
-        outside: Effects,
-        failure: Callable[[], str],
-        failed: Callable[[str, BaseException], None],
-    ) -> None:
-        self._plans, self._homes, self._operations, self._outside = plans, homes, operations, outside
-        self._work = work
-        self._failure, self._failed = failure, failed
+    def __init__(self, operations: NodeOperations, plans: Plans, homes: ParameterService) -> None:
+        self._operations, self._plans, self._homes = operations, plans, homes
+        self._outside = operations.context.outside
         self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
 
     def worker_handlers(self) -> Handlers:
@@ -150,7 +133,7 @@ class CodecService:
                 self._not_loaded(rank, given, why)
 
         # The worker waits for the answer, so no step of the plan begins here before.
-        self._work.do(0, [load], len(data), loaded)
+        self._operations.work.do(0, [load], len(data), loaded)
 
     def _not_loaded(self, rank: int, given: wire.LoadState, error: FusionError) -> None:
         self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
@@ -178,10 +161,10 @@ class CodecService:
 
     def _may_touch_state(self, rank: int, message: wire.SaveState | wire.LoadState) -> bool:
         """Says whether a plan's state is at rest; if not, says so."""
-        why = self._failure()
+        why = self._operations.failure
         plan = self._plans.plan_of(message.process_set, message.group)
         if plan and any(
-            operation.key.plan == plan and operation.exchange is not None for operation in self._operations.values()
+            operation.key.plan == plan and operation.has_begun for operation in self._operations.under_way.values()
         ):
             why = (
                 f"gradients of {message.group!r} are being exchanged; save or load the state of an optimizer between "
@@ -224,7 +207,7 @@ class CodecService:
 
         def prepared(error: BaseException | None) -> None:
             if error is not None:
-                self._failed(what, error)
+                self._operations.kernels_failed(what, error)
             else:
                 then()
 

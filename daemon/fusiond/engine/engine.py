@@ -41,7 +41,7 @@ from fusiond.engine.groups import Groups
 from fusiond.engine.proposals import Proposals
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
-from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.operation import NodeOperations, Operation
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
 from fusiond.point_to_point.messaging import Messaging
@@ -56,7 +56,6 @@ class Engine:
         topology, node: who is where, and which node this is.
         settings: sizes and time-outs.
         outside: acts for the engine.
-        on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
         epoch: the membership epoch.
         trace: what is done is recorded there.
         absent: nodes that take no part.
@@ -73,7 +72,6 @@ class Engine:
         node: int,
         settings: Settings,
         outside: Effects,
-        on_job_failed: Callable[[str], None],
         epoch: int = 0,
         trace: Instrument = NULL,
         absent: Collection[int] = (),
@@ -87,63 +85,35 @@ class Engine:
         self._outside = outside
         self._epoch = epoch
         self.progress = {rank: Progress() for rank in topology.ranks[node]}
-        context = Context(topology, node, settings, outside, self.participants, trace=trace)
+        context = self._context = Context(topology, node, settings, outside, self.participants, trace)
         self._trace = trace
-        self._operations = context.operations
-        self._outcomes = Outcomes(context, on_job_failed, self._operation_over)
         self._work = ThreadWork(outside.run_jobs)
+        self.operations = NodeOperations(context, self._work, self)
         self._plans = Plans(Team(settings.kernel_threads), memory)
-        self.homes = ParameterService(context, self._work, epoch, self._outcomes.home_failed, self._operations_of, kept)
-        self.snapshots = Snapshots(context, self._plans, self.homes, on_job_failed)
-        self.codecs = CodecService(
-            self._plans,
-            self.homes,
-            self._operations,
-            self._work,
-            outside,
-            lambda: self._outcomes.failure,
-            self._outcomes.kernels_failed,
+        self.homes = ParameterService(
+            context, self._work, epoch, self.operations.home_failed, self._operations_of, kept
         )
-        self._context = context
+        self.snapshots = Snapshots(context, self._plans, self.homes)
+        self.codecs = CodecService(self.operations, self._plans, self.homes)
         self._questions = Questions(context, os.getpid(), self._under_way)
-        self._coordination = Coordination(context, self._questions, self.peer_message, on_job_failed, epoch)
-        self._exchanges = Exchanges(
-            context,
-            self._work,
-            self._plans,
-            self.homes,
-            self.codecs,
-            self._coordination,
-            self._outcomes,
-            self.progress,
-            epoch,
-            self._join,
-            lambda operation: self._stalls.disagree(operation),
-            lambda operation: self._stalls.limit(operation),
+        self._coordination = Coordination(context, self._questions, self, epoch)
+        self.exchanges = Exchanges(
+            self.operations, self._plans, self.homes, self.codecs, self._coordination, self.progress, epoch
         )
-        self._agreement = self._exchanges.agreement
+        self._agreement = self.exchanges.agreement
         self.messages = Messaging(
             context,
             self._work,
-            lambda: self._exchanges.executor.limits(wire.Tuning()),
-            lambda: self._outcomes.failure,
+            lambda: self.exchanges.starter.limits(wire.Tuning()),
+            lambda: self.operations.failure,
             self._questions.whereabouts,
         )
-        self._sections: tuple[Section, ...] = (self._exchanges, self.homes, self.messages)
+        self._sections: tuple[Section, ...] = (self.exchanges, self.homes, self.messages)
         self._proposals = Proposals(
-            context,
-            self._coordination,
-            self._outcomes,
-            self.codecs,
-            self.homes,
-            self._plans,
-            self.snapshots,
-            self._exchanges.advance,
+            self.operations, self._coordination, self.codecs, self.homes, self._plans, self.snapshots
         )
-        self._stalls = Stalls(
-            context, self._outcomes, self._coordination, self._questions, self.homes, self._proposals.waits
-        )
-        self.groups = Groups(context, self._outcomes, self._agreement, self._stalls, self.messages)
+        self._stalls = Stalls(self.operations, self._coordination, self._questions, self.homes, self._proposals)
+        self.groups = Groups(self.operations, self._agreement, self._stalls, self.messages)
         self.handlers = self._handlers()
 
     @property
@@ -154,14 +124,14 @@ class Engine:
     @property
     def cost(self) -> CostModel:
         """The cost of a message on this job's links."""
-        return self._exchanges.executor.cost
+        return self.exchanges.starter.cost
 
     def measured(
         self, cost: CostModel, route: CostModel, links: Mapping[tuple[int, int], CostModel] | None = None
     ) -> None:
         """The links are measured. Ways between nodes are chosen by `route` and `links` (each link by its two nodes, the
         lower first, where some are far), which are the same on all of them."""
-        self._exchanges.executor.measured(cost, route, dict(links or {}))
+        self.exchanges.starter.measured(cost, route, dict(links or {}))
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -207,7 +177,7 @@ class Engine:
             memory: its tensor's bytes (uint8), unless they are in the message.
             into: returns so many bytes of where the result goes, if that is somewhere else.
         """
-        self._exchanges.submit(rank, submit, memory, into)
+        self.exchanges.submit(rank, submit, memory, into)
 
     def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
         """A worker asks for a plan."""
@@ -229,7 +199,7 @@ class Engine:
         progress = self.progress[rank]
         progress.steps += not ready.bucket
         progress.parts += 1
-        route: Route = self.homes if state.at_homes else self._exchanges
+        route: Route = self.homes if state.at_homes else self.exchanges
         route.post(rank, state, bucket, part)
 
     def staleness(self, rank: int, handle: int) -> None:
@@ -277,7 +247,7 @@ class Engine:
             self.participants.sets(),
             agreement.approved,
             agreement.verdicts,
-            (*self._outcomes.latest(), *proposals.refused),
+            (*self.operations.latest(), *proposals.refused),
             proposals.last,
             proposals.made,
             agreement.unanswered,
@@ -285,7 +255,7 @@ class Engine:
             proposals.unanswered,
         )
 
-    def _join(self, rank: int) -> None:
+    def join(self, rank: int) -> None:
         """A local rank has joined: what waits for it goes on without it."""
         for node in self._context.other_nodes():
             self._outside.to_node(node, wire.Joined(rank, self.participants.joins))
@@ -302,7 +272,7 @@ class Engine:
     def _handlers(self) -> Handlers:
         """Returns the handlers of the peers' messages about operations."""
         return {
-            **self._exchanges.handlers(),
+            **self.exchanges.handlers(),
             **self.homes.handlers(),
             **self.snapshots.handlers(),
             **self.messages.handlers(),
@@ -332,7 +302,7 @@ class Engine:
         self.homes.occupied.look_again()
 
     def _failed_elsewhere(self, node: int, message: wire.OpFailed) -> None:
-        self._outcomes.here(message.key, message.error, message.missing)
+        self.operations.here(message.key, message.error, message.missing)
         self._coordination.forget(message.key)
 
     def _settled(self, node: int, settled: wire.Settled) -> None:
@@ -355,9 +325,9 @@ class Engine:
 
     def fail_job(self, error: str) -> None:
         """The job cannot go on: everything under way, and everything later, fails with this sentence."""
-        if self._outcomes.failure:
+        if self.operations.failure:
             return
-        self._outcomes.failure = error
+        self.operations.failure = error
         self.handlers = self._questions.handlers()
         self._proposals.clear()
         for section in self._sections:
@@ -369,7 +339,7 @@ class Engine:
 
     def remember(self) -> None:
         """Leaves what codecs remember for the next formation. To be called once the job has failed and all is quiet."""
-        self._plans.remember(self._outcomes.clocks())
+        self._plans.remember(self.operations.clocks())
 
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""
@@ -387,7 +357,7 @@ class Engine:
     def quiet_seconds(self) -> float:
         """Seconds since an operation between ranks has begun or gone on."""
         return self._outside.clock() - max(
-            (operation.since for operation in self._operations.values()), default=-math.inf
+            (operation.since for operation in self.operations.under_way.values()), default=-math.inf
         )
 
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
@@ -407,9 +377,9 @@ class Engine:
     def counts(self) -> tuple[int, int, int]:
         """Operations that are complete here, their bytes, and operations that are not."""
         return (
-            self._outcomes.count + self.homes.meters.version_lag.count,
-            self._outcomes.nbytes,
-            len(self._operations),
+            self.operations.count + self.homes.meters.version_lag.count,
+            self.operations.nbytes,
+            len(self.operations.under_way),
         )
 
     def sent_bytes(self) -> tuple[int, int]:
@@ -421,40 +391,54 @@ class Engine:
         operations that peers have not reached may wait there, and is held back (`ahead`),
         `foreign_chunks` of other membership epochs, and the `scratch` memory of planned buckets."""
         return {
-            "under_way": len(self._operations),
-            "completed": self._outcomes.count,
-            "bytes": self._outcomes.nbytes,
+            "under_way": len(self.operations.under_way),
+            "completed": self.operations.count,
+            "bytes": self.operations.nbytes,
             "plans": self._plans.statistics(),
             "compression": self._plans.compression(),
             "homes": self.homes.statistics(),
             "messages": self.messages.statistics(),
-            "ahead": self._exchanges.executor.early.statistics(),
-            "foreign_chunks": self._exchanges.foreign,
-            "scratch": self._exchanges.admission.statistics(),
+            "ahead": self.exchanges.starter.early.statistics(),
+            "foreign_chunks": self.exchanges.foreign,
+            "scratch": self.exchanges.admission.statistics(),
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,
-            "route_latency_seconds": self._exchanges.executor.route.latency,
-            "route_seconds_per_byte": self._exchanges.executor.route.seconds_per_byte,
+            "route_latency_seconds": self.exchanges.starter.route.latency,
+            "route_seconds_per_byte": self.exchanges.starter.route.seconds_per_byte,
             "coordinator": self._coordination.statistics(),
             "coordination": self._coordination.state(),
         }
 
-    def _operation_over(self, completed: OpKey | None) -> None:
+    # --- OperationOwner -----------------------------------------------------------------------------------------------
+
+    def advance(self, operation: Operation) -> None:
+        """Something has changed about an operation that has not begun: goes on if it can."""
+        self.exchanges.advance(operation)
+
+    def disagree(self, operation: Operation) -> None:
+        """The ranks do not agree about an operation."""
+        self._stalls.disagree(operation)
+
+    def limit(self, operation: Operation) -> None:
+        """An operation fails when its time is up."""
+        self._stalls.limit(operation)
+
+    def operation_over(self, completed: OpKey | None) -> None:
         """An operation is over, which others may have waited for; None: it has failed."""
         if self.homes.occupied.plans and completed is not None:
             self.homes.operation_completed(wire.mark(completed))
         if self.participants.joined:
             self._agreement.one_less()
-            self._exchanges.one_less()
-        self._exchanges.make_room(completed)
+            self.exchanges.one_less()
+        self.exchanges.make_room(completed)
         if self.homes.occupied.plans:
             self.homes.occupied.look_again()
 
     def _operations_of(self, rank: int) -> Iterator[int]:
         """Yields the marks (`wire.mark`) of the operations and proposals in which a local rank waits. A rank that has
         joined is not expected by anybody, and so its join is left out."""
-        for operation in self._operations.values():
+        for operation in self.operations.under_way.values():
             if rank in operation.parts and operation.kind != "join":
                 yield wire.mark(operation.key)
         for (process_set, group, clock), ranks in self._proposals.waiting.items():

@@ -1,7 +1,7 @@
 """The side of an engine that combines contributions by exchanges between nodes; the other one is `shards`. No I/O.
 
 An operation is gathered until all local members have contributed to it, agreed upon (`agreement`) unless its signature
-is known, and then run as an `Exchange` (`operations.executor`). Chunks of peers may come before any of that, and wait.
+is known, and then run as an `Exchange` (`operations.operation`). Chunks of peers may come before any of that, and wait.
 """
 
 from __future__ import annotations
@@ -22,16 +22,12 @@ from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
-from fusiond.core.tracing import about_key
 from fusiond.engine.agreement import Agreement
 from fusiond.engine.codec_service import CodecService
 from fusiond.operations.admission import SCRATCH_BYTES, Admission
-from fusiond.operations.context import Context
-from fusiond.operations.executor import Executor
-from fusiond.operations.operation import Operation
-from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.operation import NodeOperations, Operation, OperationState
 from fusiond.operations.progress import Progress
-from fusiond.operations.thread_work import ThreadWork
+from fusiond.operations.starter import Starter
 from fusiond.shards import ParameterService
 from fusiond.transport.early_credit import EARLY_BYTES
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
@@ -75,65 +71,44 @@ class Exchanges:
     """The operations of one engine that are exchanges.
 
     Args:
-        context, work, plans, homes, codecs, coordination, outcomes, progress: the engine's.
+        operations, plans, homes, codecs, coordination, progress: the engine's.
         epoch: the membership epoch.
-        joined: called with a local rank that joins.
-        disagree: called with an operation about which the ranks do not agree.
-        limit: called with an operation whose time is limited.
 
     Attributes:
+        starter: starts operations.
         agreement: of all nodes on these operations.
-        executor: runs them.
         admission: of planned buckets, as their scratch memory has room.
         foreign: chunks of other membership epochs that have come.
     """
 
     def __init__(
         self,
-        context: Context,
-        work: ThreadWork,
+        operations: NodeOperations,
         plans: Plans,
         homes: ParameterService,
         codecs: CodecService,
         coordination: Coordination,
-        outcomes: Outcomes,
         progress: Mapping[int, Progress],
         epoch: int,
-        joined: Callable[[int], None],
-        disagree: Callable[[Operation], None],
-        limit: Callable[[Operation], None],
     ) -> None:
+        context = operations.context
+        self._operations = operations
         self._context = context
         self._participants = context.participants
-        self._operations = context.operations
         self._plans = plans
         self._homes = homes
         self._codecs = codecs
-        self._outcomes = outcomes
-        self._disagree = disagree
-        self._limit = limit
         self._progress = progress
         self._clocks = wire.clock_range(epoch)
-        self._joined = joined
         nodes, settings = len(context.topology.hosts), context.settings
         self._most_early_bytes = 2 * (EARLY_BYTES + nodes * settings.chunk_bytes)  # twice what peers may send
         self._held_elsewhere: dict[OpKey, set[int]] = {}  # by nodes that ask for an operation of which nothing came yet
         self.foreign = 0
-        self.admission = Admission(self._operations, SCRATCH_BYTES)
+        self.admission = Admission(operations.under_way, SCRATCH_BYTES)
         self._making_room = False
         self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
-        self.executor = Executor(
-            context.topology,
-            context.node,
-            context.settings,
-            context.outside,
-            work,
-            self._operations,
-            outcomes.completed,
-            outcomes.operation_failed,
-            context.trace,
-        )
-        self.agreement = Agreement(context, coordination, outcomes, homes, plans, self.executor, disagree, self.advance)
+        self.starter = Starter(operations)
+        self.agreement = Agreement(operations, coordination, homes, plans, self.starter)
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -152,8 +127,8 @@ class Exchanges:
         """
         signature = submit.signature
         key = OpKey(signature.process_set, 0, submit.name, submit.clock)
-        if why := self._outcomes.why(key):
-            self._outcomes.refuse(rank, submit.handle, why)
+        if why := self._operations.why(key):
+            self._operations.refuse(rank, submit.handle, why)
             return
         if wire.is_group(key.process_set) and (why := self._participants.why_closed(key.process_set)):
             self._refuse_in_group(rank, submit.handle, key, why)
@@ -167,8 +142,8 @@ class Exchanges:
             # The other ranks may have submitted the same and would wait for this one: it fails for all.
             sentence = f"rank {rank} submitted {key.in_words} wrongly: {error}"
             if signature.process_set in self._participants:
-                self._outcomes.everywhere(key, sentence)
-            self._outcomes.refuse(rank, submit.handle, sentence)
+                self._operations.everywhere(key, sentence)
+            self._operations.refuse(rank, submit.handle, sentence)
             return
         if len(recipe.members.nodes) > 1:
             again = partial(self.submit, rank, submit, memory, into)
@@ -177,11 +152,11 @@ class Exchanges:
         carries = wire.KINDS[signature.kind].carries
         lost = self._participants.lost
         if lost and (why := self._participants.why_not_since(signature.kind, recipe.members, carries)):
-            self._outcomes.here(key, f"{key.in_words}: {why}")
-            self._outcomes.refuse(rank, submit.handle, f"{key.in_words}: {why}")
+            self._operations.here(key, f"{key.in_words}: {why}")
+            self._operations.refuse(rank, submit.handle, f"{key.in_words}: {why}")
             return
         if why := self._is_another_in_its_place(key, {rank: signature}):
-            self._outcomes.refuse(rank, submit.handle, why)
+            self._operations.refuse(rank, submit.handle, why)
             return
         operation = self._operation(key, recipe.members)
         if rank in operation.parts:
@@ -195,9 +170,9 @@ class Exchanges:
             self._set_limit(operation, submit.seconds)
         self._context.trace.record(Kind.READY, submit.name, part.values.nbytes, submit.clock, peer=rank)
         if signature.kind == "join":
-            self._joined(rank)
+            self._operations.engine.join(rank)
         if operation.recipe is not recipe and operation.recipe.signature.common() != signature.common():
-            self._disagree(operation)
+            self._operations.engine.disagree(operation)
         else:
             self.advance(operation)
         self._homes.occupied.look(rank)
@@ -206,14 +181,14 @@ class Exchanges:
         """Fails an operation without a name in whose place other ranks have one of another kind, and that one, too.
         Returns why; empty if there is none. `submitted`: by which ranks it is."""
         for other in wire.in_its_place(key):
-            found = self._operations.get(other)
-            if found is None and not (why := self._outcomes.why(other)):
+            found = self._operations.under_way.get(other)
+            if found is None and not (why := self._operations.why(other)):
                 continue
             if found is not None:
                 theirs = {rank: part.signature for rank, part in found.parts.items()}
                 why = explain_order({key: submitted, other: theirs}, self._context.topology)
-                self._outcomes.everywhere(other, why)
-            self._outcomes.everywhere(key, why)
+                self._operations.everywhere(other, why)
+            self._operations.everywhere(key, why)
             return why
         return ""
 
@@ -221,13 +196,13 @@ class Exchanges:
         until = self._context.outside.clock() + seconds
         if until < operation.until:
             operation.seconds, operation.until = seconds, until
-            self._limit(operation)
+            self._operations.engine.limit(operation)
 
     def _refuse_in_group(self, rank: int, handle: int, key: OpKey, why: str) -> None:
         sentence = f"{key.in_words}: {why}"
         if key.process_set in self._participants:  # else nobody waits for this node
-            self._outcomes.everywhere(key, sentence)
-        self._outcomes.refuse(rank, handle, sentence)
+            self._operations.everywhere(key, sentence)
+        self._operations.refuse(rank, handle, sentence)
 
     def post(self, rank: int, state: PlanState, bucket: BucketState, part: Contribution) -> None:
         """A worker's contribution to a planned bucket is in the arena.
@@ -236,13 +211,13 @@ class Exchanges:
             RequestError: the worker has contributed to this run of the bucket.
         """
         key = OpKey(state.plan.process_set, state.plan.id, bucket.name, part.clock)
-        if (why := self._outcomes.why(key)) or part.gives_up:
+        if (why := self._operations.why(key)) or part.gives_up:
             self._refuse(rank, key, part, why)
             return
         operation = self._operation(key, state.members)
         if rank in operation.parts:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.name} of plan {state.plan.id}")
-        operation.planned, operation.tuning = (state, bucket), state.tuning
+        operation.planned = (state, bucket)
         self._progress[rank].late += self._context.outside.clock() - operation.begun
         operation.parts[rank] = part
         self.advance(operation)
@@ -254,25 +229,24 @@ class Exchanges:
         if not why:
             who = self._context.topology.describe([rank])
             why = f"{who} {StepGivenUp.SAYS}: {part.gives_up}; all ranks have to skip this batch"
-            self._outcomes.everywhere(key, why)
+            self._operations.everywhere(key, why)
         elif part.selected is not None:
             part.selected.disown()
-        self._outcomes.refuse(rank, part.handle, why)
+        self._operations.refuse(rank, part.handle, why)
 
     # --- until it starts ----------------------------------------------------------------------------------------------
 
     def _operation(self, key: OpKey, members: Members) -> Operation:
         """Returns the operation under this key; a new one if there is none."""
-        operation = self._operations.get(key)
+        operation = self._operations.under_way.get(key)
         if operation is None:
-            now = self._context.outside.clock()
-            operation = self._operations[key] = Operation(key, members, now, now, about_key(key))
+            operation = self._operations.begin(key, members)
             operation.askers = self._held_elsewhere.pop(key, set())
         return operation
 
     def advance(self, operation: Operation) -> None:
         """Something has changed about an operation that has not started: goes on if everything local is there."""
-        if operation.exchange is not None or operation.asked or operation.disputed:
+        if operation.state is not OperationState.GATHERING or operation.disputed:
             return
         if len(operation.parts) < len(operation.members.local) and not (
             self.agreement.goes_on_without(operation) and self._may_be_next(operation)
@@ -289,13 +263,13 @@ class Exchanges:
         """
         key = operation.key
         return operation.recipe is not None or not any(
-            other.exchange is not None and (other.key.plan, other.key.name) == (key.plan, key.name)
-            for other in self._operations.values()
+            other.has_begun and (other.key.plan, other.key.name) == (key.plan, key.name)
+            for other in self._operations.under_way.values()
         )
 
     def one_less(self) -> None:
         """An operation is over, for which the next run of a bucket, without a part from here, may have waited."""
-        for operation in list(self._operations.values()):
+        for operation in list(self._operations.under_way.values()):
             if operation.key.plan and not operation.parts:
                 self.advance(operation)
 
@@ -312,14 +286,14 @@ class Exchanges:
         if self._participants.joined:
             self.agreement.tell_who_joined(operation)
         try:
-            self.executor.start_bucket(operation, *operation.planned)
+            self.starter.start_bucket(operation, *operation.planned)
         except RequestError as error:
-            self._outcomes.everywhere(operation.key, f"{operation.what}: {error}")
+            self._operations.everywhere(operation.key, f"{operation.what}: {error}")
 
     def _has_room(self, operation: Operation, state: PlanState, bucket: BucketState) -> bool:
         """Returns whether the exchange of a planned bucket may begin now; if not, it waits (`operations.admission`)."""
         key, waits = operation.key, operation.key in self.admission
-        nbytes = self.executor.scratch_nbytes(state, bucket)
+        nbytes = self.starter.scratch_nbytes(state, bucket)
         if self.admission.admits(key, nbytes):
             return True
         leader = operation.members.nodes[0]
@@ -344,7 +318,7 @@ class Exchanges:
         last: OpKey | None = None
         while (key := self.admission.next()) is not None and key != last:
             last = key
-            if (operation := self._operations.get(key)) is not None:
+            if (operation := self._operations.under_way.get(key)) is not None:
                 self.advance(operation)
         self._making_room = False
 
@@ -365,7 +339,7 @@ class Exchanges:
         self._passes_differ(operation, describe(self._context.node), describe(node), chunk.digest)
 
     def _passes_differ(self, operation: Operation, here: str, there: str, number: int) -> None:
-        self._outcomes.everywhere(
+        self._operations.everywhere(
             operation.key,
             f"{there} reduces the gradients of backward pass {number} of a step, and {here} those of pass "
             f"{operation.digest}; between two calls of step() or zero_grad(), all ranks have to make as many "
@@ -386,27 +360,26 @@ class Exchanges:
 
     def _asked(self, node: int, key: OpKey) -> None:
         """A node asks to be told when an operation is reached here, of which it may hold chunks back."""
-        operation = self._operations.get(key)
-        if self._outcomes.is_over(key) or (operation is not None and operation.started):
+        operation = self._operations.under_way.get(key)
+        if self._operations.is_over(key):
             self._context.outside.to_node(node, wire.CaughtUp(key))
         elif operation is not None:
-            operation.askers.add(node)
+            operation.asked_by(node)
         else:
             self._held_elsewhere.setdefault(key, set()).add(node)
 
     def _reached(self, node: int, message: wire.CaughtUp) -> None:
-        operation = self._operations.get(message.key)
-        if operation is not None and operation.port is not None and node in operation.members.nodes:
-            operation.port.reached(operation.members.nodes.index(node))
-        else:  # it is over here, and what was sent of it does not wait there any more; or it waits for room here
-            self.executor.early.reached(node, message.key)
+        operation = self._operations.under_way.get(message.key)
+        if operation is None or not operation.reached(node):
+            # It is over here, and what was sent of it does not wait there any more; or it waits for room here.
+            self.starter.early.reached(node, message.key)
             if operation is not None:
                 self._leader_has_begun(node, operation)
 
     def _credit(self, node: int, credit: wire.Credit) -> None:
-        operation = self._operations.get(credit.key)
-        if operation is not None and operation.port is not None and node in operation.members.nodes:
-            operation.port.credit(operation.members.nodes.index(node), credit.chunks)
+        operation = self._operations.under_way.get(credit.key)
+        if operation is not None:
+            operation.credit(node, credit.chunks)
 
     def _began(self, node: int, message: wire.Began) -> None:
         operation = self._begun(node, message.key)
@@ -430,12 +403,12 @@ class Exchanges:
             return
         if chunk.asks:
             self._asked(node, chunk.key)
-        if chunk.digest != operation.digest or not operation.started:
+        if chunk.digest != operation.digest or not operation.takes_chunks:
             self._take_early(operation, node, chunk, payload)
-        elif operation.working:
+        elif operation.busy:
             self._wait(operation, node, chunk, payload)
         else:
-            self.executor.receive(operation, node, chunk, payload)
+            operation.receive(node, chunk, payload)
 
     def _foreign(self, node: int, key: OpKey) -> None:
         """Counts a chunk of another membership epoch, which nothing here waits for. The first one is told."""
@@ -449,7 +422,7 @@ class Exchanges:
 
     def _take_early(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         """A chunk waits until the workers here have come that far, unless it does not fit what they submitted."""
-        is_known = operation.exchange is not None if chunk.key.plan else operation.digest
+        is_known = operation.has_begun if chunk.key.plan else operation.digest
         if is_known and chunk.digest != operation.digest:
             self._peer_disagrees(operation, node, chunk)
             return
@@ -459,7 +432,7 @@ class Exchanges:
             self._count_early()
         operation.peers_digest = chunk.digest
         self._leader_has_begun(node, operation)
-        if operation.asked or self._participants.joined:
+        if operation.state is OperationState.ASKED or self._participants.joined:
             self.agreement.peer_has_begun(operation)
 
     def _wait(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
@@ -471,13 +444,13 @@ class Exchanges:
         if chunk.key.plan:
             self._peer_disagrees_about_passes(operation, node, chunk)
         elif not operation.disputed:
-            self._disagree(operation)
+            self._operations.engine.disagree(operation)
 
     def _look_back(self, node: int, chunk: wire.Chunk) -> None:
         """Data has come of an operation that is over here. In a group one that was something else for the sender may be
         over for both: a broadcast of which each was the root."""
         group = self._participants.groups.get(chunk.key.process_set)
-        signature = None if group is None else self._outcomes.completed_as(chunk.key)
+        signature = None if group is None else self._operations.completed_as(chunk.key)
         if group is not None and signature is not None and wire.digest(signature) != chunk.digest:
             describe_node = self._context.topology.describe_node
             group.broken = group.broken or (
@@ -487,14 +460,14 @@ class Exchanges:
 
     def _begun(self, node: int, key: OpKey) -> Operation | None:
         """Returns the operation that a peer says something about; None if it is over here, or cannot be."""
-        operation = self._operations.get(key)
-        if operation is not None or self._outcomes.is_over(key):
+        operation = self._operations.under_way.get(key)
+        if operation is not None or self._operations.is_over(key):
             return operation
         planned = self._plans.find(key)
-        if planned is None or len(self._operations) >= _MAX_EARLY:
+        if planned is None or len(self._operations.under_way) >= _MAX_EARLY:
             return self._begun_early(node, key)
         operation = self._operation(key, planned[0].members)
-        operation.planned, operation.tuning = planned, planned[0].tuning
+        operation.planned = planned
         return operation
 
     def _begun_early(self, node: int, key: OpKey) -> Operation | None:
@@ -506,7 +479,7 @@ class Exchanges:
             if self._is_another_in_its_place(key, {}):
                 return None
             return self._operation(key, self._participants.members(key.process_set))
-        self._outcomes.on_job_failed(
+        self._context.outside.job_failed(
             f"node {node} (host {self._context.topology.hosts[node]}) sent data of {key.name!r}, which has no place "
             "here: it is in an unknown process set, or one of too many operations under way"
         )
@@ -514,8 +487,8 @@ class Exchanges:
 
     def _too_early(self) -> bool:
         """Returns whether peers are ahead of the workers here in as many operations as they may be."""
-        count = len(self._operations)
-        return count >= _MAX_EARLY and sum(not found.parts for found in self._operations.values()) >= _MAX_EARLY
+        found = self._operations.under_way.values()
+        return len(found) >= _MAX_EARLY and sum(not operation.parts for operation in found) >= _MAX_EARLY
 
     def _check_credit(self, operation: Operation, before: int) -> None:
         """A chunk has come that has to wait, as so many before it; for those that wait nothing is granted.
@@ -524,7 +497,7 @@ class Exchanges:
             CreditExceeded: it is more than the node may send.
         """
         if operation.planned is not None or not operation.key.plan:  # else what it is granted is not known here yet
-            chunk_bytes, window_bytes = self.executor.limits(operation.tuning)
+            chunk_bytes, window_bytes = self.starter.limits(operation.tuning)
             granted = window_chunks(window_bytes, chunk_bytes)
             if before >= granted:
                 raise CreditExceeded(
@@ -534,7 +507,10 @@ class Exchanges:
     def _count_early(self) -> None:
         """Counts again what waits for workers here. Raises `CreditExceeded` if that is too much."""
         self._early_bytes = sum(
-            len(payload) for other in self._operations.values() if not other.started for _, _, payload in other.early
+            len(payload)
+            for operation in self._operations.under_way.values()
+            if not operation.takes_chunks
+            for _, _, payload in operation.early
         )
         if self._early_bytes > self._most_early_bytes:
             raise CreditExceeded(
@@ -551,25 +527,21 @@ class Exchanges:
             if lost := [rank for rank in ranks if rank in self._participants.lost]:
                 self.agreement.lose(lost)
             return
-        for operation in list(self._operations.values()):
-            if operation.exchange is not None:
+        for operation in list(self._operations.under_way.values()):
+            if operation.has_begun:
                 self.agreement.tell_who_joined(operation)
             elif operation.kind != "join":
                 self.advance(operation)
 
     def end(self, error: str) -> None:
         """Fails everything under way with this sentence."""
-        for key, operation in list(self._operations.items()):
-            self._outcomes.here(key, f"{operation.what}: {error}")
+        self._operations.end(error)
 
     def fail(self, error: str) -> None:
         """Forgets everything under way: the job cannot go on, for this reason."""
-        for operation in self._operations.values():
-            if operation.exchange is not None and operation.started and not operation.working:
-                operation.exchange.abandon()
-        self._operations.clear()
+        self._operations.drop()
 
     @property
     def idle(self) -> bool:
         """True if no operation is under way."""
-        return not self._operations
+        return not self._operations.under_way

@@ -7,20 +7,17 @@ from fusion_rt.core.errors import FusionError
 from fusiond.control.stalls import Stalls
 from fusiond.core.dispatch import Handlers
 from fusiond.engine.agreement import Agreement
-from fusiond.operations.context import Context
-from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.operation import NodeOperations
 from fusiond.point_to_point.messaging import Messaging
 
 
 class Groups:
     """The groups of one engine, whose other parts it uses."""
 
-    def __init__(
-        self, context: Context, outcomes: Outcomes, agreement: Agreement, stalls: Stalls, messages: Messaging
-    ) -> None:
-        self._context = context
-        self._participants = context.participants
-        self._outcomes = outcomes
+    def __init__(self, operations: NodeOperations, agreement: Agreement, stalls: Stalls, messages: Messaging) -> None:
+        self._operations = operations
+        self._context = operations.context
+        self._participants = operations.context.participants
         self._agreement = agreement
         self._stalls = stalls
         self._messages = messages
@@ -37,7 +34,7 @@ class Groups:
         try:
             self._participants.open_group(message.key, message.ranks, rank)
         except FusionError as error:
-            self._outcomes.refuse(rank, message.handle, str(error))
+            self._operations.refuse(rank, message.handle, str(error))
         else:
             self._context.outside.to_worker(rank, wire.Done(message.handle))
 
@@ -48,8 +45,8 @@ class Groups:
             group = self._participants.groups[id]
             group.closed.add(rank)
             who = self._context.topology.describe([rank])
-            for key in [key for key in self._context.operations if key.process_set == id]:
-                self._outcomes.everywhere(key, f"{key.in_words} was under way when {who} closed the group")
+            for key in [key for key in self._operations.under_way if key.process_set == id]:
+                self._operations.everywhere(key, f"{key.in_words} was under way when {who} closed the group")
             self._messages.close(id, rank)
             if group.closed >= set(self._participants.members(id).local):
                 self._stalls.forget_group(id)

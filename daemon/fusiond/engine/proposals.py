@@ -19,9 +19,7 @@ from fusiond.control.negotiation import PlanKey, subject_of
 from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.snapshots import Snapshots
-from fusiond.operations.context import Context
-from fusiond.operations.operation import Operation
-from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.operation import NodeOperations
 from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.shards import ParameterService
 
@@ -32,8 +30,7 @@ class Proposals:
     """The proposals of plans by local workers, and the plans made of them.
 
     Args:
-        context, coordination, outcomes, codec_service, homes, plans, snapshots: the engine's.
-        advance: called with operations that may have waited for a plan.
+        operations, coordination, codec_service, homes, plans, snapshots: the engine's.
 
     Attributes:
         waiting: the workers' handles of proposals without an answer, by rank.
@@ -41,25 +38,22 @@ class Proposals:
 
     def __init__(
         self,
-        context: Context,
+        operations: NodeOperations,
         coordination: Coordination,
-        outcomes: Outcomes,
         codec_service: CodecService,
         homes: ParameterService,
         plans: Plans,
         snapshots: Snapshots,
-        advance: Callable[[Operation], None],
     ) -> None:
         self.waiting: dict[PlanKey, dict[int, int]] = {}
         self._since: dict[PlanKey, float] = {}
-        self._context = context
+        self._operations = operations
+        self._context = operations.context
         self._coordination = coordination
-        self._outcomes = outcomes
         self._codecs = codec_service
         self._homes = homes
         self._plans = plans
         self._snapshots = snapshots
-        self._advance = advance
         self._proposed: dict[PlanKey, dict[int, wire.Proposal]] = {}  # those of `waiting`
         self._made: dict[tuple[int, str], wire.MadePlan] = {}  # by process set and group
         self._refused: OrderedDict[PlanKey, wire.PlanVerdict] = OrderedDict()
@@ -67,8 +61,8 @@ class Proposals:
 
     def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
         """A worker asks for a plan."""
-        if self._outcomes.failure:
-            self._outcomes.refuse(rank, handle, self._outcomes.failure)
+        if self._operations.failure:
+            self._operations.refuse(rank, handle, self._operations.failure)
             return
         try:
             self._check_packages(proposal.reduction)
@@ -77,10 +71,10 @@ class Proposals:
             check_proposal(proposal, len(members.set.ranks))
             algorithms.make(proposal.reduction.algorithm, len(members.set.ranks))
         except FusionError as error:
-            self._outcomes.refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
+            self._operations.refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
             return
         if rank not in members.local:
-            self._outcomes.refuse(rank, handle, f"rank {rank} is not in process set {proposal.process_set}")
+            self._operations.refuse(rank, handle, f"rank {rank} is not in process set {proposal.process_set}")
             return
         if len(members.nodes) > 1 or parse(proposal.reduction.algorithm).encodes:
             dtypes = {tensor.dtype for tensor in proposal.tensors}
@@ -106,7 +100,7 @@ class Proposals:
             try:
                 self._check_packages(verdict.plan.reduction)  # this node may have homes, and no rank that has proposed
             except FusionError as error:
-                self._outcomes.on_job_failed(f"no plan for {verdict.group!r}: {error}")
+                self._context.outside.job_failed(f"no plan for {verdict.group!r}: {error}")
                 return
             again = partial(self.verdict, verdict)
             if not (self._has_kernels(verdict.plan, again) and self._is_open(verdict.plan, again)):
@@ -120,7 +114,7 @@ class Proposals:
             if len(self._refused) > _REMEMBERED:
                 self._refused.popitem(last=False)
             for rank, handle in waiting.items():
-                self._outcomes.refuse(rank, handle, verdict.error)
+                self._operations.refuse(rank, handle, verdict.error)
             return
         self._last = max(self._last, plan.id)
         before = self._made.get(key[:2])
@@ -130,8 +124,8 @@ class Proposals:
         self._install(plan)
         for rank, handle in waiting.items():
             self._context.outside.to_worker(rank, wire.Planned(handle, plan))
-        for operation in [r for r in self._context.operations.values() if r.key.plan == plan.id]:
-            self._advance(operation)
+        for operation in [r for r in self._operations.under_way.values() if r.key.plan == plan.id]:
+            self._operations.engine.advance(operation)
 
     def _check_packages(self, reduction: wire.Reduction) -> None:
         """Raises `PluginError`, with the name of this node, when a package is not here."""
@@ -169,14 +163,14 @@ class Proposals:
             try:
                 self._snapshots.open(state)
             except FusionError as error:
-                self._outcomes.on_job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
+                self._context.outside.job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
 
     def remove_set(self, process_set: int) -> None:
         """Forgets the plans of a process set; who waits for one is told."""
         for plan_key in [key for key in self.waiting if key[0] == process_set]:
             del self._proposed[plan_key], self._since[plan_key]
             for rank, handle in self.waiting.pop(plan_key).items():
-                self._outcomes.refuse(rank, handle, f"process set {process_set} was removed")
+                self._operations.refuse(rank, handle, f"process set {process_set} was removed")
         for made in [key for key in self._made if key[0] == process_set]:
             del self._made[made]
 
@@ -184,7 +178,7 @@ class Proposals:
         """Tells all workers that wait that nothing will come."""
         for waiting in self.waiting.values():
             for rank, handle in waiting.items():
-                self._outcomes.refuse(rank, handle, error)
+                self._operations.refuse(rank, handle, error)
         self.clear()
 
     def clear(self) -> None:

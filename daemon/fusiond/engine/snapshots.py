@@ -9,7 +9,7 @@ answer they get what the homes have.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
@@ -28,11 +28,10 @@ class Snapshots:
 
     Args:
         context, plans, homes: of this node. The settings say where, and whether homes begin with what is there.
-        failed: called with a sentence if that is not possible.
     """
 
-    def __init__(self, context: Context, plans: Plans, homes: ParameterService, failed: Callable[[str], None]) -> None:
-        self._context, self._plans, self._homes, self._failed = context, plans, homes, failed
+    def __init__(self, context: Context, plans: Plans, homes: ParameterService) -> None:
+        self._context, self._plans, self._homes = context, plans, homes
         self._restores = context.settings.snapshot_restore
         self._files = SnapshotFiles(context.settings.snapshot_directory, context.node)
         self._held: dict[int, dict[int, tuple[int, ...]]] = {}  # numbers that nodes have, by plan and node
@@ -122,7 +121,7 @@ class Snapshots:
                 f"{topology.describe_node(node)} has {', '.join(map(str, numbers)) or 'none'}"
                 for node, numbers in held.items()
             )
-            self._failed(
+            self._context.outside.job_failed(
                 f"there is no snapshot of {state.plan.group!r} in {self._context.settings.snapshot_directory} that "
                 f"all hosts with shards have: {those}; restore the missing ones, or remove all of them to begin with "
                 "the first rank's parameters"
@@ -167,7 +166,7 @@ class Snapshots:
             if error is None:
                 self._opened.add(plan.id)
             elif isinstance(error, FusionError):
-                self._failed(f"node {self._context.node} (host {self._context.host}): {error}")
+                self._context.outside.job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
             else:
                 raise error
 

@@ -1,28 +1,25 @@
-"""The shared state of the parts of an engine."""
+"""The surroundings of the parts of an engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fusion_rt.core.topology import Topology
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.recorder import NULL, Instrument
-from fusion_rt.wire import OpKey
 from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants
-from fusiond.operations.operation import Operation
 
 
 @dataclass(frozen=True)
 class Context:
-    """One engine's surroundings and what is under way in it.
+    """One engine's surroundings.
 
     Attributes:
         topology, node: who is where, and which node this is.
         settings: sizes and time-outs.
         outside: acts for the engine.
         participants: the process sets, and who is away.
-        operations: every operation under way on this node.
         trace: what is done is recorded there.
     """
 
@@ -31,7 +28,6 @@ class Context:
     settings: Settings
     outside: Effects
     participants: Participants
-    operations: dict[OpKey, Operation] = field(default_factory=dict)
     trace: Instrument = NULL
 
     @property

@@ -54,29 +54,29 @@ class Transfers:
         self._limits = limits
         self._sent = sent
         self._received = received
-        self._outgoing: dict[OpKey, tuple[int, FlowPort]] = {}  # with the node that it goes to
+        self._outgoing: dict[OpKey, tuple[SendCall, FlowPort]] = {}
         self._incoming: dict[OpKey, _Incoming] = {}
 
     def send(self, call: SendCall, memory: Array) -> None:
         """Sends a message (uint8) that was accepted, as far as there is credit."""
-
-        def over() -> None:
-            self._outgoing.pop(call.key, None)
-            self._sent(call)
-
-        port = self._port(call.key, (self._context.node, call.node), over)
-        self._outgoing[call.key] = call.node, port
+        port = self._port(call.key, (self._context.node, call.node))
+        self._outgoing[call.key] = call, port
         view = memory.data
         for start in range(0, call.nbytes, port.chunk_bytes):
             port.send(_TARGET, 0, start, 0, view[start : start + port.chunk_bytes])
         port.finish()
+        self._end_if_over(call, port)
+
+    def _end_if_over(self, call: SendCall, port: FlowPort) -> None:
+        if port.is_over and self._outgoing.pop(call.key, None) is not None:
+            self._sent(call)
 
     def receive(self, message: Message, memory: Array) -> None:
         """Takes a message's chunks into this memory (uint8), as long as the message, from now on."""
         if not message.nbytes:
             self._received(message)
             return
-        port = self._port(message.key, (message.node, self._context.node), lambda: None)
+        port = self._port(message.key, (message.node, self._context.node))
         self._incoming[message.key] = _Incoming(message, BytesInPieces(message.key.in_words, len(memory)), memory, port)
 
     def forget(self, key: OpKey) -> None:
@@ -113,20 +113,11 @@ class Transfers:
     def credit(self, node: int, credit: wire.MessageCredit) -> None:
         """A node has taken chunks."""
         found = self._outgoing.get(credit.key)
-        if found is not None and found[0] == node:
-            found[1].credit(_TARGET, credit.chunks)
+        if found is not None and found[0].node == node:
+            call, port = found
+            port.credit(_TARGET, credit.chunks)
+            self._end_if_over(call, port)
 
-    def _port(self, key: OpKey, nodes: tuple[int, int], over: Callable[[], None]) -> FlowPort:
-        outside = self._context.outside
-        return FlowPort(
-            key,
-            0,
-            nodes,
-            self._context.node,
-            *self._limits(),
-            lambda node, chunk, payload: outside.send_chunk(node, chunk, payload, 0),
-            lambda node, chunks: outside.to_node(node, wire.MessageCredit(key, chunks)),
-            over,
-            self._context.trace,
-            wire.MessageChunk,
-        )
+    def _port(self, key: OpKey, nodes: tuple[int, int]) -> FlowPort:
+        context = self._context
+        return FlowPort(key, 0, nodes, context.node, *self._limits(), context.outside, context.trace, wire.MessageChunk)

@@ -14,10 +14,10 @@ Below half, nothing is asked, since an answer for each small operation would cos
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fusion_rt import wire
 from fusion_rt.wire import OpKey
 
 EARLY_BYTES = 96 * 1024 * 1024
@@ -26,6 +26,13 @@ EARLY_BYTES = 96 * 1024 * 1024
 LEAST_CHARGE = 32 * 1024
 """Bytes that an operation is charged with at least: its record takes memory, too. So at most 3,072 operations can wait
 at a daemon for its workers."""
+
+
+class Outlet(Protocol):
+    """The way of control messages to other nodes: a part of `core.effects.Effects`."""
+
+    def to_node(self, node: int, message: wire.PeerMessage, /) -> None:
+        """Sends a message."""
 
 
 class Waiting(Protocol):
@@ -58,12 +65,12 @@ class EarlyCredit:
 
     Args:
         nbytes: for each peer.
-        held: called with a peer and an operation of which chunks are held back.
+        outside: tells a peer of an operation of which chunks are held back.
     """
 
-    def __init__(self, nbytes: int, held: Callable[[int, OpKey], None]) -> None:
+    def __init__(self, nbytes: int, outside: Outlet) -> None:
         self._nbytes = nbytes
-        self._held = held
+        self._outside = outside
         self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
 
     def take(self, node: int, nbytes: int, port: Waiting) -> bool:
@@ -79,7 +86,7 @@ class EarlyCredit:
             return True
         if port.key not in peer.waiting:
             peer.waiting[port.key] = port
-            self._held(node, port.key)
+            self._outside.to_node(node, wire.Held(port.key))
         return False
 
     def is_short(self, node: int) -> bool:

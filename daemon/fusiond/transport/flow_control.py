@@ -13,16 +13,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.tracing import about_key
-from fusiond.transport.early_credit import EarlyCredit
+from fusiond.transport.early_credit import EarlyCredit, Outlet
 
 BORROW_FROM = 64 * 1024  # bytes; a smaller payload is copied when it is sent, a larger one borrowed
-SendChunk = Callable[[int, wire.Chunk, bytes | memoryview], bool]
 
 
 class CreditExceeded(FusionError):
@@ -34,14 +34,18 @@ def window_chunks(window_bytes: int, chunk_bytes: int) -> int:
     return max(2, window_bytes // chunk_bytes)
 
 
-def _nothing() -> None:
-    """Substitutes for a callback."""
+class ChunkOutlet(Outlet, Protocol):
+    """The way of a port to other nodes: a part of `core.effects.Effects`."""
+
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, /, urgency: int) -> bool:
+        """Sends a chunk now; returns whether its payload stays borrowed until credit for it comes."""
 
 
-def _at_once(nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
-    """Works in the thread that asks for it."""
-    job()
-    then()
+class JobRunner(Protocol):
+    """An object that runs the jobs of an exchange on threads."""
+
+    def work(self, nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
+        """See `Port.work`."""
 
 
 @dataclass(slots=True)
@@ -77,14 +81,14 @@ class FlowPort:
         members: node indices of the process set; positions index this.
         node: this node.
         chunk_bytes, window_bytes: largest payload of a chunk, and the bytes that may be under way to a peer.
-        send_chunk: sends (node, chunk, payload) now; returns whether the payload stays borrowed until credit comes.
-        grant: sends credit (node, chunks).
-        finished: called when the exchange has finished and nothing of it is borrowed any more.
+        outside: sends chunks and credit.
         trace: records chunks that wait.
         kind: the chunks' type.
+        urgency: of chunks; the less, the sooner they are needed.
         lends: large payloads are memory that changes when the exchange is over (`Exchange.lends`).
-        work: see `Port.work`.
+        runner: runs jobs on threads; None: they run in the thread that asks.
         early: credit for chunks that their receivers may not expect yet; None: they always do.
+        is_over: the exchange has finished, everything is sent, and nothing of it is borrowed any more.
     """
 
     key: wire.OpKey
@@ -93,17 +97,16 @@ class FlowPort:
     node: int
     chunk_bytes: int
     window_bytes: int
-    send_chunk: SendChunk
-    grant: Callable[[int, int], None]
-    finished: Callable[[], None]
+    outside: ChunkOutlet
     trace: Instrument = NULL
     kind: type[wire.Chunk] = wire.Chunk
+    urgency: int = 0
     lends: bool = True
-    work: Callable[[int, Callable[[], None], Callable[[], None]], None] = _at_once
+    runner: JobRunner | None = None
     early: EarlyCredit | None = None
+    is_over: bool = False
     _flows: defaultdict[int, _Flow] = field(default_factory=partial(defaultdict, _Flow))  # by position
     _done: bool = False
-    _told: bool = False
 
     def __post_init__(self) -> None:
         self.position, self.nodes = self.members.index(self.node), len(self.members)
@@ -115,9 +118,8 @@ class FlowPort:
         return any(flow.borrows for flow in self._flows.values())
 
     def close(self) -> None:
-        """Sends nothing, and calls nothing back any more."""
-        self.finished = _nothing
-        self.work = _at_once
+        """The operation is over, whether it has failed or not. The port lets go of its runner: both are freed then."""
+        self.runner = None
         if self.early is not None:
             for position, flow in self._flows.items():
                 if not flow.reached:
@@ -133,6 +135,13 @@ class FlowPort:
             self._record(Kind.BLOCKED_BEGIN, position)
         self._record(Kind.QUEUED, position, len(payload))
         flow.waiting.append((chunk, payload))
+
+    def work(self, nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
+        if self.runner is not None:
+            self.runner.work(nbytes, job, then)
+        else:
+            job()
+            then()
 
     def finish(self) -> None:
         self._done = True
@@ -204,18 +213,17 @@ class FlowPort:
         flow.sent += 1
         flow.under_way += 1
         chunk.asks = not flow.reached and self.early is not None and self.early.is_short(self.members[position])
-        if self.send_chunk(self.members[position], chunk, payload) and self.lends:
+        if self.outside.send_chunk(self.members[position], chunk, payload, urgency=self.urgency) and self.lends:
             flow.borrows = True
 
     def _grant_consumed(self, position: int, flow: _Flow) -> None:
         count, flow.consumed = flow.consumed, 0
-        self.grant(self.members[position], count)
+        credit = wire.MessageCredit if self.kind is wire.MessageChunk else wire.Credit
+        self.outside.to_node(self.members[position], credit(self.key, count))
 
     def _record(self, kind: Kind, position: int, nbytes: int = 0) -> None:
         name, clock, plan = about_key(self.key)
         self.trace.record(kind, name, nbytes, clock, plan, 0, self.members[position])
 
     def _check(self) -> None:
-        if self._done and not self._told and not any(flow.borrows or flow.waiting for flow in self._flows.values()):
-            self._told = True
-            self.finished()
+        self.is_over = self._done and not any(flow.borrows or flow.waiting for flow in self._flows.values())

@@ -239,7 +239,9 @@ def test_a_state_is_left_alone_while_it_is_at_work() -> None:
     job = SimulatedJob([1, 1])
     training = Training(job)
     job.ready(0, training.plan, 0, 0)
-    while job.engine(0)._operations and not any(operation.exchange for operation in job.engine(0)._operations.values()):
+    while job.engine(0).operations.under_way and not any(
+        operation.exchange for operation in job.engine(0).operations.under_way.values()
+    ):
         assert job.step()
     assert "between step() and the next backward()" in load(job, 0, {})
 

@@ -56,7 +56,7 @@ def test_memory_does_not_grow_with_the_number_of_signatures(monkeypatch: pytest.
     """It did by more than 1000 bytes for each."""
     monkeypatch.setattr(agreement, "_MAX_APPROVED", 64)
     monkeypatch.setattr(agreement, "_MAX_RECIPES", 64)
-    monkeypatch.setattr("fusiond.operations.outcomes._COMPLETED", 64)
+    monkeypatch.setattr("fusiond.operations.operation._COMPLETED", 64)
     job = SimulatedJob([1, 1])
 
     def memory_after(first: int, last: int) -> int:

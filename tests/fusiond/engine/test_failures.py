@@ -564,7 +564,7 @@ def test_who_hears_of_a_failure_may_reuse_its_memory_while_others_complete_the_o
         for _ in range(20 + seed):
             job.step()
         for node in job.nodes[: 1 + seed % 2]:
-            node.engine._outcomes.here(wire.OpKey(0, 0, "x", 0), "time is up")
+            node.engine.operations.here(wire.OpKey(0, 0, "x", 0), "time is up")
         while job.step():
             pass
         for rank in job.ranks:

@@ -11,7 +11,7 @@ import pytest
 
 from fusion_rt import wire
 from fusiond.engine import exchanges
-from fusiond.operations import executor
+from fusiond.operations import starter
 from fusiond.transport import early_credit
 from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
@@ -24,13 +24,13 @@ CHUNK = 4096
 @pytest.fixture(autouse=True)
 def little_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So much that three operations of the least charge, or 24 chunks, may wait."""
-    monkeypatch.setattr(executor, "EARLY_BYTES", CREDIT)
+    monkeypatch.setattr(starter, "EARLY_BYTES", CREDIT)
 
 
 def waiting_at(job: SimulatedJob, node: int) -> int:
     """Bytes of chunks that wait at a node for operations that its workers have not submitted."""
-    operations = job.nodes[node].engine._operations.values()
-    return sum(len(payload) for found in operations if not found.started for _, _, payload in found.early)
+    operations = job.nodes[node].engine.operations.under_way.values()
+    return sum(len(payload) for found in operations if not found.takes_chunks for _, _, payload in found.early)
 
 
 def submit(job: SimulatedJob, rank: int, number: int, elements: int, kind: wire.Kind = "allreduce") -> int:
@@ -102,7 +102,7 @@ def test_a_single_peer_of_a_late_rank_uses_all_that_may_wait() -> None:
                 signature = wire.Signature("allreduce", "float32", (5,))
                 job.submit(rank, f"x{number}", signature, values_of(rank, number, 5), clock=len(ranks))
         job.settle()
-    early = job.nodes[0].engine._exchanges.executor.early.statistics()
+    early = job.nodes[0].engine.exchanges.starter.early.statistics()
     assert early == {"early_bytes": CREDIT, "held": 10 - CREDIT // early_credit.LEAST_CHARGE}
 
 
@@ -164,9 +164,9 @@ def test_operations_that_failed_use_up_no_credit() -> None:
         job.settle()
         engine = job.nodes[1].engine
         for number in range(40):
-            engine._outcomes.everywhere(wire.OpKey(0, 0, f"x{number}", clock), "no")
+            engine.operations.everywhere(wire.OpKey(0, 0, f"x{number}", clock), "no")
         job.settle()
-        early = job.nodes[0].engine._exchanges.executor.early.statistics()
+        early = job.nodes[0].engine.exchanges.starter.early.statistics()
         assert early["early_bytes"] <= CREDIT // 2 + early_credit.LEAST_CHARGE
         assert early["held"] == 0
 

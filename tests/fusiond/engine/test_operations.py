@@ -18,7 +18,8 @@ from fusion_rt.codecs.half import Fp16
 from fusion_rt.core.dtypes import DType
 from fusion_rt.core.topology import ProcessSet
 from fusion_rt.kernels import cpu
-from fusiond.operations import executor, thread_work
+from fusiond.operations import operation as running
+from fusiond.operations import thread_work
 from tests.for_each import for_each
 from tests.fusiond.simulation import Array, Node, SimulatedJob
 
@@ -43,7 +44,7 @@ def allreduce(values: Array, op: str = "sum", codec: str = "dense") -> wire.Sign
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads work also on what the tests have, within a node as between nodes."""
-    monkeypatch.setattr(executor, "PLAIN_WORK", thread_work.INLINE_WORK)
+    monkeypatch.setattr(running, "PLAIN_WORK", thread_work.INLINE_WORK)
 
 
 # --- all-reduce -------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def test_everybody_gets_the_sum(layout: list[int], count: int, inline: bool, see
 def test_a_thread_is_woken_for_much_work_or_for_what_other_nodes_wait_for(
     layout: list[int], dtype: str, op: str, elements: int, woken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "PLAIN_WORK", thread_work.PLAIN_WORK)
+    monkeypatch.setattr(running, "PLAIN_WORK", thread_work.PLAIN_WORK)
     runs: list[int] = []
     run = Node.run_jobs
 
@@ -109,7 +110,7 @@ def test_kernels_are_compiled_beside_the_event_loop_and_by_nobody_else(
     layout: list[int], op: str, kind: str, inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that compiles sends no heartbeats for seconds."""
-    for module in (executor, thread_work):
+    for module in (running, thread_work):
         monkeypatch.setattr(module, "INLINE_WORK", inline)
         monkeypatch.setattr(module, "PLAIN_WORK", inline)
     prepared: list[str] = []

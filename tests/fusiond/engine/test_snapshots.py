@@ -194,7 +194,7 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
     pool = KernelPool(loop, 1)
     files = FileWork(loop)
     effects = DaemonEffects(loop, None, cast(StackReader, None), {}, files, lambda: None)
-    effects.begin(cast(Any, None), pool)
+    effects.begin(cast(Any, None), pool, cast(Any, None))
     ended: list[str] = []
 
     def write() -> None:

@@ -117,7 +117,7 @@ def said_by(codec: str) -> int:
     """Returns the bytes that an exchange of a bucket between two nodes holds, as its codec says."""
     job = job_of([1, 1])
     state = job.nodes[0].engine._plans.get(job.plan(proposal(1, codec)).id)
-    return job.nodes[0].engine._exchanges.executor.scratch_nbytes(state, state.buckets[0])
+    return job.nodes[0].engine.exchanges.starter.scratch_nbytes(state, state.buckets[0])
 
 
 @pytest.mark.parametrize("codec", sorted(codecs.CODECS))
@@ -163,7 +163,7 @@ def test_nodes_whose_ranks_submit_in_any_order_do_not_wait_for_each_other(
     for rank, handle in handles:
         assert isinstance(job.answer(rank, handle)[0], wire.Done)
     for node in job.nodes:
-        assert node.engine._exchanges.admission.statistics() == {"bytes": 0, "waiting": 0}
+        assert node.engine.exchanges.admission.statistics() == {"bytes": 0, "waiting": 0}
 
 
 def test_what_waits_for_a_late_rank_takes_no_more_than_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +174,9 @@ def test_what_waits_for_a_late_rank_takes_no_more_than_the_room(monkeypatch: pyt
     job.add_plan_memory(plan)
     handles = [(0, job.ready(0, plan, bucket, 0)) for bucket in range(12)]
     job.settle()
-    assert job.nodes[0].engine._exchanges.admission.statistics() == {"bytes": room, "waiting": 9}
+    assert job.nodes[0].engine.exchanges.admission.statistics() == {"bytes": room, "waiting": 9}
     job.pass_time(60)
-    assert job.nodes[0].engine._exchanges.admission.statistics() == {"bytes": room, "waiting": 9}
+    assert job.nodes[0].engine.exchanges.admission.statistics() == {"bytes": room, "waiting": 9}
     handles += [(1, job.ready(1, plan, bucket, 0)) for bucket in range(12)]
     job.settle()
     for rank, handle in handles:
@@ -191,13 +191,13 @@ def test_what_waits_fails_with_the_job_and_what_fails_leaves_room(monkeypatch: p
     job.add_plan_memory(plan)
     handles = [job.ready(0, plan, bucket, 0) for bucket in range(12)]
     job.settle()
-    outcomes = job.nodes[0].engine._outcomes
+    outcomes = job.nodes[0].engine.operations
     outcomes.everywhere(OpKey(0, plan.id, "11", 0), "it waits, and fails")
     outcomes.everywhere(OpKey(0, plan.id, "0", 0), "it is under way, and fails")
     job.settle()
     assert job.error(0, handles[0]) == "it is under way, and fails"
     assert job.error(0, handles[11]) == "it waits, and fails"
-    assert job.nodes[0].engine._exchanges.admission.statistics() == {"bytes": room, "waiting": 7}
+    assert job.nodes[0].engine.exchanges.admission.statistics() == {"bytes": room, "waiting": 7}
     others = [job.ready(1, plan, bucket, 0) for bucket in range(1, 11)]
     job.settle()
     for rank, handle in [*((0, handle) for handle in handles[1:11]), *((1, handle) for handle in others)]:

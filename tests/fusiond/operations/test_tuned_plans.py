@@ -13,7 +13,8 @@ from fusion_rt.core.errors import WireError
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.ring import Ring
 from fusiond.control.planning import make_plan
-from fusiond.operations import executor, thread_work
+from fusiond.operations import operation as running
+from fusiond.operations import starter, thread_work
 from fusiond.transport.flow_control import FlowPort
 from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
@@ -49,8 +50,8 @@ class Seen:
 
             monkeypatch.setattr(kind, "jobs", noted)
 
-        monkeypatch.setattr(executor, "FlowPort", Port)
-        monkeypatch.setattr(executor, "INLINE_WORK", 0)
+        monkeypatch.setattr(starter, "FlowPort", Port)
+        monkeypatch.setattr(running, "INLINE_WORK", 0)
         monkeypatch.setattr(thread_work, "INLINE_WORK", 0)
         note(Ring)
         note(Doubling)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fusion_rt import codecs, wire
-from fusiond.operations import executor
+from fusiond.operations import operation as running
+from fusiond.operations.operation import OperationState
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
@@ -50,7 +51,7 @@ def test_work_on_threads_gives_the_bits_that_work_at_once_gives(
     codec: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = train(codec, route, 0)
-    monkeypatch.setattr(executor, "PLAIN_WORK", 0)
+    monkeypatch.setattr(running, "PLAIN_WORK", 0)
     for seed in range(4):
         assert train(codec, route, seed) == at_once, f"seed {seed}"
 
@@ -60,7 +61,7 @@ def test_an_operation_that_fails_while_a_thread_works_for_it_loses_nothing(
     codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The codecs are not touched while the thread works, and get back what they have sent afterwards."""
-    monkeypatch.setattr(executor, "PLAIN_WORK", 0)
+    monkeypatch.setattr(running, "PLAIN_WORK", 0)
     failed_while_working = 0
     for seed in range(12):
         job = SimulatedJob([1, 1], seed)
@@ -73,15 +74,18 @@ def test_an_operation_that_fails_while_a_thread_works_for_it_loses_nothing(
         engine = job.nodes[0].engine
         left = seed  # jobs of the exchange that end before the failure
         while job.step():
-            working = any(operation.started and operation.working for operation in engine._operations.values())
+            working = any(
+                found.state is OperationState.EXCHANGING and found.busy
+                for found in engine.operations.under_way.values()
+            )
             if working and not left:
                 break
             left -= working
         else:
             continue
         failed_while_working += 1
-        (operation,) = engine._operations.values()
-        engine._outcomes.everywhere(operation.key, "somebody pulled the plug")
+        (operation,) = engine.operations.under_way.values()
+        engine.operations.everywhere(operation.key, "somebody pulled the plug")
         job.settle()
         assert "pulled the plug" in job.error(0, handles[0]), f"seed {seed}"
         if getattr(operation.exchange, "_is_applied", False):  # the result is where the gradient was

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
 import pytest
@@ -45,6 +44,7 @@ class Network:
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._rings: dict[tuple[str, int], tuple[Ring, FlowPort]] = {}
+        self._over: set[tuple[str, int]] = set()
         self._sending = [Sending(credit) for _ in range(NODES)]
         for node, sending in enumerate(self._sending):
             sending.links.append(Line(self, node, sending))
@@ -64,22 +64,28 @@ class Network:
         for node in range(NODES):
             values = self.results[name, node] = np.full(elements, node + 1, np.float32)
             port = FlowPort(
-                key, 0, range(NODES), node, CHUNK, 64 * CHUNK,
-                partial(self._send, node, urgency), partial(self._grant, name, node),
-                lambda: self.done.__setitem__(name, self.now),
+                key, 0, range(NODES), node, CHUNK, 64 * CHUNK, Outlet(self, name, node), urgency=urgency
             )  # fmt: skip
             codec = codecs.parse("dense").open(codecs.Layout(FLOAT, elements, ()))
             ring = Ring(port, Reducer("sum", FLOAT), codec, [values], [values])
             self._rings[name, node] = ring, port
             self.at(start, ring.start)
 
-    def _send(self, node: int, urgency: int, to: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
-        assert to == (node + 1) % NODES
+    def send(self, node: int, urgency: int, chunk: wire.Chunk, payload: bytes | memoryview) -> None:
         self._sending[node].send(urgency, wire.encode(chunk), bytes(payload), False)
-        return False
 
-    def _grant(self, name: str, node: int, to: int, count: int) -> None:
-        self.at(self.now + LATENCY, lambda: self._rings[name, to][1].credit(node, count))
+    def grant(self, name: str, node: int, to: int, count: int) -> None:
+        self.at(self.now + LATENCY, lambda: self._credit(name, to, node, count))
+
+    def _credit(self, name: str, node: int, of: int, count: int) -> None:
+        port = self._rings[name, node][1]
+        port.credit(of, count)
+        self._note_if_over(name, port)
+
+    def _note_if_over(self, name: str, port: FlowPort) -> None:
+        if port.is_over and (name, port.node) not in self._over:
+            self._over.add((name, port.node))
+            self.done[name] = self.now
 
     def receive(self, node: int, frame: bytes, payload: bytes) -> None:
         """A chunk has come to a node; one of an operation that has not begun there would wait, and there is none."""
@@ -89,6 +95,23 @@ class Network:
         left = (node - 1) % NODES
         ring.receive(left, message, memoryview(payload))
         port.consumed(left, len(payload))
+        self._note_if_over(message.key.name, port)
+
+
+class Outlet:
+    """The way of an operation's port on one node."""
+
+    def __init__(self, network: Network, name: str, node: int) -> None:
+        self._network, self._name, self._node = network, name, node
+
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int) -> bool:
+        assert node == (self._node + 1) % NODES
+        self._network.send(self._node, urgency, chunk, payload)
+        return False
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        assert isinstance(message, wire.Credit)
+        self._network.grant(self._name, self._node, node, message.chunks)
 
 
 class Line:

@@ -36,6 +36,20 @@ class _Run:
         self.early: deque[tuple[int, wire.Chunk, Any]] = deque()
 
 
+class _Outlet:
+    """The way of one all-reduce to the other nodes."""
+
+    def __init__(self, exchanges: Exchanges, key: _Key) -> None:
+        self._exchanges, self._key = exchanges, key
+
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: Any, urgency: int) -> bool:
+        return self._exchanges.send(self._key, node, chunk, payload)
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        assert isinstance(message, wire.Credit)
+        self._exchanges.tell(self._key, node, message.chunks)
+
+
 class Exchanges:
     """All all-reduces of one node.
 
@@ -83,9 +97,7 @@ class Exchanges:
             host.node,
             self._chunk_bytes,
             cluster.window_bytes,
-            partial(self._send, key),
-            partial(self._tell, key),
-            partial(self._finished, key),
+            _Outlet(self, key),
         )
         sources = [values(bucket.elements, spend, host.costs) for _ in range(cluster.workers)]
         work = Work(
@@ -117,16 +129,19 @@ class Exchanges:
         assert run.exchange is not None
         run.started = True
         run.exchange.start()
+        self._end_if_over(run)
         while run.early:
             self._take(run, *run.early.popleft())
 
     # --- between nodes ------------------------------------------------------------------------------------------------
 
-    def _send(self, key: _Key, node: int, chunk: wire.Chunk, payload: Any) -> bool:
+    def send(self, key: _Key, node: int, chunk: wire.Chunk, payload: Any) -> bool:
+        """Sends a chunk; returns whether it is borrowed."""
         self._host.send(node, len(payload), key[0], self._peers[node].receive, key, self._host.node, chunk, payload)
         return len(payload) >= BORROW_FROM
 
-    def _tell(self, key: _Key, node: int, chunks: int) -> None:
+    def tell(self, key: _Key, node: int, chunks: int) -> None:
+        """Sends credit."""
         self._host.tell(node, self._peers[node].credit, key, self._host.node, chunks)
 
     def receive(self, key: _Key, position: int, chunk: wire.Chunk, payload: Any) -> None:
@@ -141,6 +156,7 @@ class Exchanges:
         assert run.exchange is not None
         assert run.port is not None
         run.exchange.receive(position, chunk, payload)
+        self._end_if_over(run)
         run.port.consumed(position, len(payload))
 
     def credit(self, key: _Key, position: int, chunks: int) -> None:
@@ -148,10 +164,14 @@ class Exchanges:
         run = self._runs.get(key)
         if run is not None and run.port is not None:
             run.port.credit(position, chunks)
+            self._end_if_over(run)
 
-    def _finished(self, key: _Key) -> None:
+    def _end_if_over(self, run: _Run) -> None:
+        assert run.port is not None
+        key = int(run.port.key.name), run.port.key.clock
+        if not run.port.is_over or self._runs.pop(key, None) is None:
+            return
         host = self._host
-        del self._runs[key]
         for local in range(host.cluster.workers):
             host.answer(self._answered, host.node * host.cluster.workers + local, key[0])
 
@@ -168,11 +188,13 @@ class Alike(Exchanges):
         super().__init__(*arguments)
         self._sends_to: dict[int, int] = {}  # by node that chunks come from
 
-    def _send(self, key: _Key, node: int, chunk: wire.Chunk, payload: Any) -> bool:
+    def send(self, key: _Key, node: int, chunk: wire.Chunk, payload: Any) -> bool:
+        """Sends a chunk; returns whether it is borrowed."""
         self._host.send(node, len(payload), key[0], self.receive, key, node, chunk, payload)
         return len(payload) >= BORROW_FROM
 
-    def _tell(self, key: _Key, node: int, chunks: int) -> None:
+    def tell(self, key: _Key, node: int, chunks: int) -> None:
+        """Sends credit."""
         self._host.tell(node, self.credit, key, self._sends_to[node], chunks)
 
     def _take(self, run: _Run, target: int, chunk: wire.Chunk, payload: Any) -> None:
