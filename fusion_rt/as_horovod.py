@@ -6,7 +6,7 @@
     python -m fusion_rt.as_horovod -m package.train --epochs 3
     fusionrun -np 4 --as-horovod python train.py --epochs 3
 
-A directory on PYTHONPATH holds a package `horovod` and nothing else. It comes before what is installed, so it does not
+A directory on PYTHONPATH holds a package `horovod` and nothing else. It comes before installed packages, so it does not
 matter whether Horovod is; only a package `horovod` next to the script comes before it. This module puts the directory
 there and then becomes the interpreter that runs the script, with all its own options. Rejected: `runpy`, whose
 `__main__` is not quite the one of `python train.py` (multiprocessing, pickle and debuggers look at it), and an import

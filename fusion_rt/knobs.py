@@ -1,4 +1,5 @@
-"""The columns of the table of settings (`settings`): what is known of a knob, and the groups in which people see it."""
+"""The columns of the table of settings (`settings`): the properties of a knob, and the groups in which people see
+it."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ class Knob:
     Attributes:
         name: of the attribute of `Settings`, or of the launcher's option.
         group: under which heading it stands; one of `GROUPS`.
-        help: what it means.
-        unit: what kind of value it has.
-        default: its value when nobody gives one; None: there is none, or `absent` describes it.
+        help: its meaning.
+        unit: the kind of its value.
+        default: its value when none is given; None: there is none, or `absent` describes it.
         flags: its flags, the usual one first.
         off: flags that switch it off.
         variable: its environment variable; "": only the launcher uses it.
@@ -43,11 +44,11 @@ class Knob:
         least, most: the smallest and the largest value allowed.
         bare: bytes or seconds that a number without a suffix counts after the flag and in YAML.
         bare_variable: the same in the variable.
-        absent: what applies when no value is given, in words.
-        placeholder: what stands for the value in the help, if not the unit's name.
+        absent: the effect without a value, in words.
+        placeholder: stands for the value in the help, if not the unit's name.
         many: how many values the flag takes, when not one: a number; or "append": the flag may be repeated.
         idle: why nothing comes of it, if so.
-        shared: daemons compare it before the job starts: it decides what they send each other, and when.
+        shared: daemons compare it before the job starts: it decides their messages to each other, and when these leave.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Knob:
         """The value in a text.
 
         Args:
-            text: as somebody wrote it.
+            text: as it was written.
             source: where it stands: the variable's name, or anything else, which is then where `bare` applies.
 
         Raises:
@@ -103,7 +104,7 @@ class Knob:
 
     @property
     def default_text(self) -> str:
-        """The value that applies when nobody gives one, for people; empty when that goes without saying."""
+        """The value that applies when none is given, for people; empty when that goes without saying."""
         return self.absent or ("" if self.default in (None, "") else self.unit.show(self.default))
 
     @property

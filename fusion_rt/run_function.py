@@ -1,10 +1,10 @@
 """`fusion_rt.run` calls a function on every rank of a new job, and returns the results as a list.
 
 The launcher is a process of its own (`fusion_rt.runner.command.function_launcher`), because it handles signals and ends
-children in ways that a notebook or a test suite would not bear in its own process. It is told what `fusionrun` is told,
+children in ways that a notebook or a test suite would not bear in its own process. It gets the options of `fusionrun`,
 so that every flag means the same. The function travels pickled down its standard input, from there to the agents as all
 that they are told (through a pipe, or ssh), and the results come back the same way. Nothing listens on a port, so
-nobody else can send anything that is unpickled.
+no other process can send anything that is unpickled.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run(
 ) -> list[Any]:
     """Starts a job in which every worker calls a function, and waits for its results. Arguments are `horovod.run`'s.
 
-    What the workers print comes out marked with their ranks, as from `fusionrun`. No process of the job is left when
+    The workers' output comes out marked with their ranks, as from `fusionrun`. No process of the job is left when
     this returns or raises; Ctrl-C ends the job everywhere.
 
     Args:
@@ -113,7 +113,7 @@ def run(
         the others: the flags of `fusionrun` of these names.
 
     Returns:
-        What the function returned, by rank; in an elastic job, by the ranks that there were at last.
+        The function's results, by rank; in an elastic job, by the ranks that there were at last.
 
     Raises:
         SettingError: the arguments do not make sense (it is a ValueError).

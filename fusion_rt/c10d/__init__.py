@@ -106,7 +106,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what scripts use by name when they do."""
+    """Imports names when scripts use them."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -43,7 +43,7 @@ class Members:
         self._order = None if order == list(range(self.count)) else order
 
     def in_order(self, by_position: Sequence[_T]) -> Sequence[_T]:
-        """Returns what belongs to the members in the daemon's order."""
+        """Returns the members' values in the daemon's order."""
         return by_position if self._order is None else [by_position[position] for position in self._order]
 
     def by_member(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Sequence[torch.Tensor]:

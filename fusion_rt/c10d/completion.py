@@ -1,4 +1,4 @@
-"""Futures of works, completed by a thread that is there only once somebody has asked for a future."""
+"""Futures of works, completed by a thread that starts with the first request for a future."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReducerWaits:
         self._open: Submission | None = None  # is waited for
 
     def expect(self, parts: Sequence[Submission]) -> None:
-        """Notes operations for whose future somebody has asked. Nothing happens outside of a backward pass."""
+        """Notes operations whose future was asked for. Nothing happens outside of a backward pass."""
         graph = torch._C._current_graph_task_id()
         if graph == -1 or self._channel.trace is NULL:
             return

@@ -37,7 +37,7 @@ class CollectiveError(HorovodInternalError, dist.DistBackendError):
 
 
 def explained(channel: Channel, why: str) -> str:
-    """Returns why an operation has failed, and what a script does about it where the membership is over."""
+    """Returns why an operation has failed, and the remedy where the membership is over."""
     if channel.failure is None or not channel.is_elastic:
         return why
     return f"{'ranks have come or are to go' if why == LEFT else why}\n{_ANEW}"

@@ -91,7 +91,7 @@ class FlightRecorder:
         self._open: set[RecordedGroup] = set()
 
     def open_group(self, name: str, ranks: Sequence[int]) -> RecordedGroup:
-        """Returns what records the operations of a group; `ranks`: of its members in the job, by position."""
+        """Returns the recorder of a group's operations; `ranks`: of its members in the job, by position."""
         group = RecordedGroup(self, next(self._group_numbers), name, ranks)
         self._open.add(group)
         return group
@@ -160,7 +160,7 @@ class RecordedGroup:
 
         Args:
             title: of the operation.
-            parts: what it consists of.
+            parts: the works that it consists of.
             given, taken: tensors that this rank gives, and gets; or lists of them.
         """
         if not self._on:
@@ -216,7 +216,7 @@ class RecordedOperation:
         number: among all of this process.
         sequence: number among the group's collectives, or among the messages from one member to another.
         source, target: positions of the members between whom a message goes, -1 in a collective; the source is None as
-            long as a message may come from anybody.
+            long as a message may come from any member.
         traceback: the script's frames.
     """
 
@@ -254,7 +254,7 @@ class RecordedOperation:
         self._failed = False
 
     def end(self, failed: bool, source: int | None = None) -> None:
-        """Says that the operation has ended; `source`: position of the member that has sent what was received."""
+        """Says that the operation has ended; `source`: position of the member that has sent the received data."""
         self._ended = time.time_ns()
         self._parts = ()
         if self.source is None and source is not None:
@@ -387,7 +387,7 @@ def _gathered(given: list[Any], taken: list[Any]) -> tuple[str, _Sizes, _Sizes]:
 
 
 class FlightDumps:
-    """Writes what this process has recorded.
+    """Writes this process's records.
 
     Args:
         store: of the group of all.
@@ -473,7 +473,7 @@ class FlightDumps:
         asking.join(_ANSWER_S)
 
     def close(self) -> None:
-        """Ends the threads, once they have done what they were asked for."""
+        """Ends the threads, once they have done their work."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
@@ -526,7 +526,7 @@ class FlightDumps:
         self._start("fusion-flight-pipe", self._await_byte, path)
 
     def _await_byte(self, path: str) -> None:
-        """Writes a dump whenever somebody has written to the pipe."""
+        """Writes a dump after each write to the pipe."""
         ended = False
         while not ended:
             read = os.read(self._pipe, 4096)

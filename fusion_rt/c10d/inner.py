@@ -1,4 +1,4 @@
-"""Inner groups: the GPUs of a node combine tensors by NCCL, and only what goes between nodes passes the host.
+"""Inner groups: the GPUs of a node combine tensors by NCCL, and only data between nodes passes the host.
 
 Where all members of a group are on one node, its collectives on CUDA tensors are NCCL's, in place. Where they are on
 several nodes, equally many on each, an all-reduce is a reduce-scatter within the node, an all-reduce of each member's
@@ -116,7 +116,7 @@ class InnerGroup:
         return None if self._lane is None else self._lane.start(tensor, reduction[0], seconds)
 
     def close(self, aborts: bool = False) -> None:
-        """Ends it; what is under way in it fails if it `aborts`."""
+        """Ends it; operations under way in it fail if it `aborts`."""
         self._on = ""
         whole, self._whole, lane, self._lane = self._whole, None, self._lane, None
         if whole is not None:
@@ -136,7 +136,7 @@ class InnerGroup:
         return self._is_connected(seconds, *tensors) and self._whole is not None
 
     def _is_connected(self, seconds: float, *tensors: torch.Tensor) -> bool:
-        """Tells whether it has these tensors. What it depends on is the same on all members, or an error.
+        """Tells whether it has these tensors. The answer is the same on all members, or an error.
 
         Raises:
             ValueError: they are not contiguous, which not all members might see.
@@ -292,7 +292,7 @@ class Lane:
 
 
 class LaneWork(FusionWork):
-    """A work of a lane, whose thread ends it: nobody has to read the channel."""
+    """A work of a lane, whose thread ends it: the channel need not be read."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._let_go()

@@ -221,7 +221,7 @@ class Opening:
 
     Attributes:
         scope: of this group's keys, once members have agreed.
-        is_over: nobody waits for the answer any more.
+        is_over: the answer is not waited for any more.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ def _place(rank: int, size: int) -> Environment:
 
 
 def _started() -> tuple[Environment | None, bytes]:
-    """Returns what the launcher's variables say, if they are complete, and the secret of the job."""
+    """Returns the values of the launcher's variables, if they are complete, and the secret of the job."""
     try:
         found = environment.detect()
     except FusionError:  # variables of torch's are enough for torch
@@ -351,8 +351,8 @@ def _started() -> tuple[Environment | None, bytes]:
 
 
 def _this_host() -> str:
-    """Returns what is the same for workers that can share a daemon, and for no others: the running kernel, the user,
-    the namespaces of network and processes, and the directory in which daemons listen."""
+    """Returns a key that is the same for workers that can share a daemon, and for no others: the running kernel, the
+    user, the namespaces of network and processes, and the directory in which daemons listen."""
     root = os.path.abspath(Settings.from_env().runtime_root())
     make_private_directory(root)
     about = os.stat(root)

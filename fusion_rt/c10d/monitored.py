@@ -1,6 +1,6 @@
-"""The barrier that says who is missing: every member reports to the first one, which answers when all have.
+"""The barrier that names the missing members: every member reports to the first one, which answers when all have.
 
-It is made of messages, as gloo's is, and says what gloo's says: scripts and torch's tests look for its words.
+It is made of messages, as gloo's is, and has gloo's sentences: scripts and torch's tests look for its words.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class MonitoredBarriers:
 
     @property
     def _is_over(self) -> bool:
-        """True if the job has failed, which says who is missing."""
+        """True if the job has failed, which names the missing."""
         return self._opened.here.client.channel.failure is not None
 
     def _missing(self, awaited: Iterable[tuple[int, Submission]], name_all: bool) -> list[int]:
-        """Returns who has not come in time."""
+        """Returns the members that have not come in time."""
         found = []
         for position, part in awaited:
             try:

@@ -105,7 +105,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         return self._recorded.description
 
     def getGroupDesc(self) -> str:
-        """Returns what the script calls the group."""
+        """Returns the script's name of the group."""
         return self._recorded.description
 
     def _set_group_desc(self, description: str) -> None:
@@ -149,13 +149,13 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         """Does nothing: the daemon counts the operations of a group."""
 
     def shutdown(self) -> None:
-        """Ends the group; what is under way in it fails."""
+        """Ends the group; its operations under way fail."""
         self._recorded.close()
         self._inner.close()
         self._opened.close()
 
     def abort(self) -> None:
-        """Ends the group at once; what is under way in it fails. A flight record is written, where one is wanted."""
+        """Ends the group at once; its operations under way fail. A flight record is written, where one is wanted."""
         self._inner.close(aborts=True)
         self._opened.abort()
         self._recorded.close()
@@ -469,7 +469,7 @@ class FusionProcessGroup(GroupIdentity):
         return FusionWork(self._opened.completer, "send", [part], [tensor], recorded=recorded)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> FusionWork:
-        """Receives what a member sends with the same tag, in the order in which it does."""
+        """Receives a member's messages with the same tag, in the order of sending."""
         tensor = only(tensors, "recv", "tensor")
         rank = self._members.peer(srcRank, "source")
         if rank == self._position:
@@ -480,7 +480,7 @@ class FusionProcessGroup(GroupIdentity):
         return FusionWork(self._opened.completer, "recv", [part], [tensor], lambda: rank, recorded=recorded)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> FusionWork:
-        """Receives what any other member sends with the same tag, whichever comes first."""
+        """Receives a message of any other member with the same tag, whichever comes first."""
         tensor = only(tensors, "recv", "tensor")
         part = self._awaited(None, tag, tensor)
         recorded = self._recorded.record_message("recv", part, tensor, None, self._position)
@@ -506,7 +506,7 @@ class FusionProcessGroup(GroupIdentity):
             wait_all_ranks: the error names all members that are missing, and not only the first of them.
 
         Raises:
-            CollectiveError: not all have come in time; on the first member, the text names who has not.
+            CollectiveError: not all have come in time; on the first member, the text names the missing.
         """
         recorded = self._recorded.record("barrier", (), (), ())
         try:

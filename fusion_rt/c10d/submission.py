@@ -3,7 +3,7 @@
 Small data travels inside messages. Other data is read and written where it lies, if that is one tensor that the daemon
 gets at (`tensors.place_of`), and goes through the arena if not. The result is in its tensors when the operation has
 ended, whoever waits for it or nobody: the thread that reads the daemon's answer puts it there. On a device, it does so
-after what was queued before the operation was submitted, whichever stream is that thread's.
+after work queued before the operation was submitted, whichever stream is that thread's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Submission:
         about: the name, clock and plan under which it is recorded.
         done: whether it has ended, and the result is where it belongs.
         error: why it failed; None if it has not.
-        sizes: what the daemon has answered besides.
+        sizes: further numbers of the daemon's answer.
         watcher: called when it has ended.
     """
 
@@ -86,7 +86,7 @@ class Submission:
             self.watcher()
 
     def _given_up(self, here: Runtime, error: BaseException) -> BaseException:
-        """Returns what to raise because of an error by which it could not be submitted; nothing will end it."""
+        """Returns the exception for an error by which it could not be submitted; nothing will end it."""
         for use in self._uses:
             use.end(is_complete=False)
         self._uses = []
@@ -249,7 +249,7 @@ class AwaitedMessage(Submission):
 
     Args:
         here, group, tag, seconds: as for `SentMessage`.
-        rank: who sends it, in the job; None: whoever does first.
+        rank: its sender, in the job; None: any.
         tensor: takes it.
     """
 
@@ -286,7 +286,7 @@ class _OwnReceive(Submission):
     __slots__ = ()
 
     def take(self, tensor: torch.Tensor, made: device.Copying) -> None:
-        """Copies what has been sent, once it is `made`, and ends it."""
+        """Copies the received message, once it is `made`, and ends it."""
         with device.layer.after(made), nullcontext() if self._queued is None else device.layer.after(self._queued):
             copy_in(self._outputs, [tensor])
         self.end()
@@ -313,7 +313,7 @@ class OwnMessages:
         return sent
 
     def receive(self, tag: int, tensor: torch.Tensor) -> Submission:
-        """Fills a tensor with what has been sent with this tag, or will be."""
+        """Fills a tensor with the next message of this tag."""
         part = _OwnReceive([tensor])
         with self._lock:
             if self._sent[tag]:

@@ -82,13 +82,13 @@ def are_ours() -> bool:
 
 
 def meet(by_variables: Iterator[Any]) -> Any:
-    """Sets the variables if they are missing, and returns what a generator of torch has of them first: a store, this
+    """Sets the variables if they are missing, and returns the first item of torch's generator: a store, this
     worker's rank, and the number of ranks.
 
     Raises:
         FusionError: as `set_variables`; or the job is elastic, and the group is to be of another backend.
         CollectiveError: the job has failed, or its membership in an elastic job.
-        What the generator raises.
+        Exceptions of the generator.
     """
     try:
         set_variables()

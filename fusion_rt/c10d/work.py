@@ -55,11 +55,11 @@ class FusionWork(dist.Work):
     """An operation of a process group under way: one or more submissions to the daemon.
 
     Args:
-        completer: completes its future, if somebody asks for one.
+        completer: completes its future, if there is one.
         title: of the operation, for messages to people and for profilers.
-        parts: what it consists of.
+        parts: the works that it consists of.
         results: the tensors that have the result.
-        source: returns the rank in the group that sent what was received; None: nothing is received from one rank.
+        source: returns the rank in the group that sent the received data; None: nothing is received from one rank.
         given: the tensors that this rank gives; None: `results`.
         recorded: it, in the record of the last operations.
     """
@@ -137,7 +137,7 @@ class FusionWork(dist.Work):
         return self._results
 
     def source_rank(self) -> int:
-        """Returns the rank in the group that sent what was received. Raises as `wait`, and `RuntimeError` where nothing
+        """Returns the rank in the group that sent the received data. Raises as `wait`, and `RuntimeError` where nothing
         was received from one rank."""
         if self._source is None:
             raise RuntimeError(f"sourceRank() may only be called on a receive from any source, not on {self._title}")
@@ -147,7 +147,7 @@ class FusionWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the tensors that have the result, which is completed without anybody waiting."""
+        """Returns a future with the tensors that have the result, which is completed without a waiting thread."""
         future = self._future
         if future is None:
             self._let_go()

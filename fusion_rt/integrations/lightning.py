@@ -113,7 +113,7 @@ class FusionDDPStrategy(DDPStrategy):
             self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leaves the job, so that the exception is what the other ranks raise, also where the script catches it."""
+        """Leaves the job, so that the other ranks raise the exception, also where the script catches it."""
         super().on_exception(exception)
         if isinstance(exception, Exception):
             leave("".join(traceback.format_exception(exception)))
@@ -233,7 +233,7 @@ class FusionStrategy(FusionDDPStrategy):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns an optimizer's state, and what the daemons of all nodes remember of it: rank 0's is what is saved."""
+        """Returns an optimizer's state, and the daemons' memory of it on all nodes: rank 0's is saved."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
         if KEY in state:
             mine = state[KEY] if hvd.local_rank() == 0 else None
@@ -241,7 +241,7 @@ class FusionStrategy(FusionDDPStrategy):
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of optimizers, each node what its own daemon remembered."""
+        """Loads the state of optimizers, each node the memory of its own daemon."""
         node = runtime().client.welcome.node
         states = []
         for state in checkpoint["optimizer_states"]:

@@ -48,7 +48,7 @@ class FusionConfig(BackendConfig):
         return _Telling
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what Ray may export about the job: names only, since values may be secret."""
+        """Returns the facts that Ray may export about the job: names only, since values may be secret."""
         return {"variables": sorted(self.variables)}
 
 
@@ -68,7 +68,7 @@ class FusionTrainer(DataParallelTrainer):
 
 
 class _Telling:
-    """A context around the function of a job: an exception that ends it is what the other ranks' operations raise."""
+    """A context around the function of a job: the other ranks' operations raise an exception that ends it."""
 
     def __enter__(self) -> None:
         """Does nothing: the function joins the job."""

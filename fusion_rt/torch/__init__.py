@@ -9,8 +9,8 @@
 Names, arguments and meaning are those of `horovod.torch`. Beyond it there are `empty` (a tensor that needs no copies to
 be communicated), `Compression.bf16` and the codecs of docs/compression.md, `compression_stats`, and `statistics()` of a
 distributed optimizer; the training algorithms of docs/algorithms.md (`algorithms`), with `consensus`, `averaged`,
-`average_buffers`, `staleness` and `consensus_distance`; updates that overlap with what comes next (docs/overlap.md),
-with `synchronize_parameters`; and, in modules of their own, `large_batch` and `kfac`.
+`average_buffers`, `staleness` and `consensus_distance`; updates that overlap with the next forward pass
+(docs/overlap.md), with `synchronize_parameters`; and, in modules of their own, `large_batch` and `kfac`.
 """
 
 from fusion_rt import algorithms

@@ -233,7 +233,7 @@ def _average(
     """Replaces tensors by their means over the ranks that have them, but those that have joined.
 
     Args:
-        name: of what is done, in warnings and traces.
+        name: of the work, in warnings and traces.
         counts: this rank's are a part of the means.
         weights: how much this rank counts in each mean; by default all ranks count alike.
     """

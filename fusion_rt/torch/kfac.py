@@ -67,7 +67,7 @@ def assign(costs: Mapping[str, float], ranks: Sequence[int]) -> dict[str, int]:
     """Gives each layer one owner, so that the ranks' total costs are about equal.
 
     The most expensive layer that is left goes to the rank that has least so far (R. Graham, "Bounds on multiprocessing
-    timing anomalies", 1969: no rank gets more than 4/3 of what the busiest one has in the best of all assignments).
+    timing anomalies", 1969: no rank gets more than 4/3 of the busiest one's share in the best of all assignments).
     The result depends on the arguments alone, so that all ranks come to the same one without talking.
 
     Args:
@@ -214,7 +214,7 @@ class Conv2dLayer(Layer):
 
 
 def find_layers(model: torch.nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list[str]]:
-    """Returns the layers of a model that can be preconditioned, and what else it has with parameters that are trained.
+    """Returns the layers of a model that can be preconditioned, and its other modules with trained parameters.
 
     Args:
         model: whose parameters have their shapes (it has run once, if it has lazy modules).
@@ -339,7 +339,7 @@ class LayerState:
 
     def blend(self, a: torch.Tensor, g: torch.Tensor, decay: float) -> None:
         """Takes an update into the running averages, which begin as plain averages: with the weight min(1 − 1/k, decay)
-        for what was there before the k-th (Martens & Grosse, section 5)."""
+        for the average before the k-th (Martens & Grosse, section 5)."""
         self.updates += 1
         self.fresh = True
         new = unpack(a, self.layer.a_size), unpack(g, self.layer.g_size)
@@ -372,7 +372,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A bucket under way; without a handle what is in it is the result already."""
+    """A bucket under way; without a handle it holds the result already."""
 
     bucket: Bucket
     tensors: list[torch.Tensor]
@@ -422,7 +422,7 @@ class FactorExchange:
                 self._send(state.bucket)
 
     def flush(self, decay: float) -> None:
-        """Sends what has not been sent yet, and ends the update."""
+        """Sends the unsent rest, and ends the update."""
         self._begin(decay)
         for bucket in self._buckets:
             if not bucket.sent:
@@ -455,7 +455,7 @@ class FactorExchange:
                         sent.bucket.states[number].blend(a / count, g / count, decay)
 
     def drop(self) -> None:
-        """Forgets what is under way, and what has been gathered."""
+        """Forgets operations under way, and gathered values."""
         self._under_way = []
         for bucket in self._buckets:
             for state in bucket.states:
@@ -552,7 +552,7 @@ class KFAC:
     of a distributed optimizer, or before `step()` of a plain one. Factors are those of the empirical Fisher matrix: of
     the gradients that the script computes in training mode. Losses are means over the batch. A layer that runs several
     times before a step (it is used twice, or gradients are accumulated) counts each time as one more batch; if it runs
-    more often than in the update before, what is too many is left out once.
+    more often than in the update before, the surplus is left out once.
 
     In an elastic job, ranks that come need the others' state: `kfac.load_state_dict(hvd.broadcast_object(
     kfac.state_dict(), 0))` on all ranks after a reset. After a step that failed, the next one decomposes the factors
@@ -563,7 +563,7 @@ class KFAC:
         lr: the optimizer's learning rate, which only the KL clip needs: a number, which the script may change
             (`kfac.lr = ...`), or a function that tells it.
         damping: λ, added to the products of eigenvalues; a number, or a function that tells it.
-        factor_decay: weight of what was there before in the running averages; smaller in the first updates.
+        factor_decay: weight of the past in the running averages; smaller in the first updates.
         kl_clip: κ; preconditioned gradients P are multiplied by min(1, sqrt(κ / |Σ lr² G·P|)). None: they are not.
         factor_update_steps: factors are computed in every so many-th step.
         inverse_update_steps: they are decomposed in every so many-th step; in between the last decomposition is used.
@@ -663,7 +663,7 @@ class KFAC:
         )
 
     def remove(self) -> None:
-        """Takes the hooks off the model; to be called on all ranks or none. What is under way is forgotten."""
+        """Takes the hooks off the model; to be called on all ranks or none. Operations under way are forgotten."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -672,7 +672,7 @@ class KFAC:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for `load_state_dict`: options that are numbers, and layers' factors and decompositions.
 
-        To be called between steps. It waits for what all ranks have sent, and sends nothing: one rank may call it
+        To be called between steps. It waits for data that all ranks have sent, and sends nothing: one rank may call it
         alone. All ranks have the same state.
         """
         self._exchange.settle(self.factor_decay)

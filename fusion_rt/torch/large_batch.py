@@ -67,7 +67,7 @@ class LayerAdaptive(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step; returns what the closure returns, which is evaluated once, before.
+        """Takes a step; returns the result of the closure, which is evaluated once, before.
 
         Raises:
             RuntimeError: a gradient is sparse or complex.
@@ -232,7 +232,7 @@ class LAMB(LayerAdaptive):
         weight_decay: λ.
         bias_correction: whether m and v are divided by 1 − βᵗ, as in the algorithm.
         clip: γ_l and γ_u of φ(z) = min(max(z, γ_l), γ_u); None for φ(z) = z.
-        exclude_1d, norms: see `LayerAdaptive`. What is excluded takes Adam's step: its ratio is 1, and λ = 0.
+        exclude_1d, norms: see `LayerAdaptive`. An excluded parameter takes Adam's step: its ratio is 1, and λ = 0.
 
     Raises:
         ValueError: an argument is out of range.
@@ -321,7 +321,7 @@ class LARS(LayerAdaptive):
         nesterov: looks ahead by the momentum; not in the paper.
         trust_coefficient: c.
         eps: keeps λ finite.
-        exclude_1d, norms: see `LayerAdaptive`. What is excluded has λ = 1 and β = 0.
+        exclude_1d, norms: see `LayerAdaptive`. An excluded parameter has λ = 1 and β = 0.
 
     Raises:
         ValueError: an argument is out of range.

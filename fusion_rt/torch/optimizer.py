@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: the script's optimizer, with gradients reduced over all ranks before each step.
 
-What parameters go through is in `sync/`. Here is decided which strategies are asked there.
+The way of gradients is in `sync/`. Here is decided which strategies are asked there.
 """
 
 from __future__ import annotations

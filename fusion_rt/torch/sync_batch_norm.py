@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks: what `torch.nn.BatchNorm*d` does with all of them in one process.
+"""Batch normalization over the batches of all ranks: as `torch.nn.BatchNorm*d` does with all of them in one process.
 
 In the forward pass the ranks exchange, in one message, how many elements they have, and their mean and variance in each
 channel; in the backward pass two sums a channel. Variances are combined from the ranks' own, around their own means

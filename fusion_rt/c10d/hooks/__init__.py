@@ -1,4 +1,4 @@
 """Hooks of DDP and FSDP2, and local steps over both.
 
-`exchanged.py` is what hooks share, and `sets.py` has the process sets of groups.
+`exchanged.py` is common to the hooks, and `sets.py` has the process sets of groups.
 """

@@ -4,7 +4,7 @@ DDP decides in which of its buckets a gradient is, and changes its mind after th
 exchanged by a plan of their own, which stays as it is: from each of DDP's buckets they are copied into the plan's, and
 results back. So residuals belong to parameters.
 
-Nobody waits in a hook, and no thread waits for results. When autograd has run the whole graph, it calls what was
+A hook waits for nothing, and no thread waits for results. When autograd has run the whole graph, it calls what was
 queued: first here, where results are awaited and futures completed, and then DDP, which finds them complete.
 """
 

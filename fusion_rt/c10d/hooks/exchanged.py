@@ -1,4 +1,4 @@
-"""Gradients of one model of torch's data parallelism, exchanged by a codec: what its hooks have in common."""
+"""Gradients of one model of torch's data parallelism, exchanged by a codec: the common part of its hooks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class ExchangedGradients:
     @property
     def loss_scale(self) -> float | None:
         """By which the script multiplies its loss itself, the same on all ranks, so that codecs remember gradients
-        without it; None, the default: as a `GradScaler` does. Raises `ValueError` if it is set to what is no scale."""
+        without it; None, the default: as a `GradScaler` does. Raises `ValueError` if it is set to a number that is no
+        scale."""
         return self._loss_scale
 
     @loss_scale.setter
@@ -86,7 +87,7 @@ class ExchangedGradients:
         return exchange, [slots[id(one.parameter)] for one in named]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what codecs on this node have not sent, and remember: tensors, numbers and texts. It is the node's:
+        """Returns the memory of the codecs on this node: tensors, numbers and texts. It is the node's:
         where the process set has several ranks of a node, one of them saves it, each node to a file of its own.
 
         Raises:

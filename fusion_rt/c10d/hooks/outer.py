@@ -1,7 +1,7 @@
 """Local steps over torch's data parallelism: local SGD, DiLoCo and their like, whose ranks exchange parameters after
 every so many steps of the script's optimizer, and no gradients.
 
-Who the replicas are depends on the model. Without DDP, or with one over all of them, they are single ranks, and DDP is
+The replicas depend on the model. Without DDP, or with one over all of them, they are single ranks, and DDP is
 told to leave gradients as they are. Where DDP reduces gradients within a host, or FSDP2 shards the model there, the
 ranks of a host are one replica, and each exchanges with those that have the same place on other hosts: what a rank has
 of the parameters, be it all or a shard, is what it exchanges.
@@ -38,12 +38,12 @@ def local_steps(
     "diloco(steps=100)")`. To be called on all ranks of the job; the parameters become those of the first replica.
 
     Args:
-        optimizer: the script's; use what this returns in its place from now on.
+        optimizer: the script's; use the result in its place from now on.
         model: whose parameters it trains: a plain one, in DDP, or sharded by `fully_shard` over one dimension.
         algorithm: one of `fusion_rt.algorithms` whose ranks take local steps, or its text.
         replicas: the ranks that have a replica, or the same shard of one, each: a group, or a mesh of one dimension;
             None stands for all ranks.
-        codec: of what is exchanged; see `hvd.DistributedOptimizer`.
+        codec: of the exchanged values; see `hvd.DistributedOptimizer`.
 
     Returns:
         The optimizer, as `hvd.DistributedOptimizer` makes it. Its `state_dict` has the number of steps, and the outer

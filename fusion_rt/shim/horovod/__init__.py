@@ -1,8 +1,8 @@
 """The names of Horovod 0.28 for scripts that are run as they are (`fusion_rt.as_horovod`).
 
 `horovod.torch` *is* `fusion_rt.torch`, and each of its modules is the one of that name there, so that whichever name a
-script or a library uses, there is one state and one set of classes. What has no counterpart there is a file in this
-package.
+script or a library uses, there is one state and one set of classes. A module without a counterpart there is a file in
+this package.
 """
 
 from __future__ import annotations

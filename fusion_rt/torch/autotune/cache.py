@@ -1,4 +1,4 @@
-"""Keeps what was found for the next job on the same cluster with the same model: a JSON file for each of these."""
+"""Keeps the settings found for the next job on the same cluster with the same model: a JSON file for each of these."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def load(folder: Path, fingerprint: Fingerprint) -> tuple[Setting, str] | None:
 
 
 def save(folder: Path, fingerprint: Fingerprint, setting: Setting, score: float, default_score: float) -> str:
-    """Keeps what was found. Returns the file's path; empty if it cannot be written, which is warned of."""
+    """Keeps a finding. Returns the file's path; empty if it cannot be written, which is warned of."""
     file = _File(
         VERSION,
         fingerprint,

@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 class Log:
-    """The file, which is written anew, and closed after each line: nobody knows when training ends.
+    """The file, which is written anew, and closed after each line: the end of training is not known.
 
     Args:
         path: empty: there is none. One that cannot be written is warned of, and left out.

@@ -1,4 +1,4 @@
-"""`--auto`: judges settings by prediction, tries the best, keeps what was measured to be, and looks again later."""
+"""`--auto`: judges settings by prediction, tries the best, keeps the fastest as measured, and looks again later."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Predicted:
         )
 
     def _estimate_links(self, sample: Sample) -> None:
-        """Corrects what links were measured to carry at the start, when gradients are what is waited for."""
+        """Corrects the rates of links that were measured at the start, when a step waits for gradients."""
         if (
             len(self._where.slots) == 1
             or self._present.algorithm != ALLREDUCE
@@ -148,7 +148,7 @@ class Predicted:
             self._seconds_per_byte = max(sample.median.reducing - beside, sample.median.reducing / 2) / present.sent
 
     def _estimate_overhead(self, sample: Sample) -> None:
-        """Takes what the present choice takes longer than predicted for the price of its buckets."""
+        """Takes the time of the present choice beyond the predicted one for the price of its buckets."""
         present = prediction.predict(self._conditions(), self._present)
         beyond = sample.median.seconds - present.step
         if beyond > 0 and present.buckets >= _SEVERAL:

@@ -29,7 +29,7 @@ class Replanning:
     """The replacing of one exchange's plans.
 
     Args:
-        make: makes what decides, on the lowest rank; called once in a membership epoch.
+        make: makes the deciding object, on the lowest rank; called once in a membership epoch.
         clock: seconds, from any origin.
     """
 
@@ -60,7 +60,7 @@ class Replanning:
     def proposal(
         self, here: Runtime, proposal: wire.Proposal, may_be_late: bool = False, may_step_locally: bool = False
     ) -> wire.Proposal:
-        """The proposal to make in its place. See `Circumstances` for what may be."""
+        """The proposal to make in its place. `Circumstances` has the permitted ones."""
         if here is not self._here:  # a new membership: other hosts, other links
             self._here, self._director, self._joins = here, None, 0
         anew = here.client.joins != self._joins
@@ -115,7 +115,7 @@ class Replanning:
 
 
 def replanning(settings: Settings, why_not: str, rank: int) -> Callable[[], Replanning] | None:
-    """Makes what replaces the plans of an optimizer, as the settings say; None if nothing does.
+    """Makes the replacer of an optimizer's plans that the settings ask for; None if they ask for none.
 
     Args:
         why_not: its plans cannot be tuned, if so; told on rank 0.

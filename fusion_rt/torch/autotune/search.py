@@ -5,7 +5,7 @@ many as there are samples to begin with, the nearest first. From then on optuna'
 "Algorithms for hyper-parameter optimization", 2011) asks for settings and is told their scores. The highest of many
 noisy scores is a lucky one, so the last samples measure the leaders and the default again, in turns, and the highest
 median wins; the default, unless another one is higher. A setting that was measured before is not measured again while
-there are others: the sampler is told what is known.
+there are others: the sampler is told the known results.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Search:
         noise: from 0 to 1; the share of a third of the samples that measure again.
 
     Attributes:
-        scores: of what was measured.
+        scores: of the measured settings.
     """
 
     space: Space
@@ -123,7 +123,7 @@ class Search:
         self._taken += 1
 
     def score(self, setting: Setting) -> float:
-        """The median of what was measured."""
+        """The median of the measurements."""
         return statistics.median(self.scores[setting])
 
     def finalists(self) -> list[Setting]:
@@ -133,7 +133,8 @@ class Search:
 
     @property
     def best(self) -> Setting:
-        """The best of those that have been measured most often: what leads by luck was measured again, and lost it."""
+        """The best of those that have been measured most often: a setting that led by luck was measured again, and lost
+        its lead."""
         most = max(len(found) for found in self.scores.values())
         often = [setting for setting, found in self.scores.items() if len(found) >= min(most, 2)]
         best = max(often, key=self.score)

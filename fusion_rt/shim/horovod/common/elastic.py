@@ -1,4 +1,4 @@
-"""The states, and what `elastic.run` is made of."""
+"""The states, and the parts of `elastic.run`."""
 
 from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch.elastic import ObjectState, State, run_fn
