@@ -18,12 +18,13 @@ from fusion_rt.torch.ops.handles import synchronize
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce, grouped_allreduce_
 from fusion_rt.torch.ops.signatures import Average, Sum, id_of
+from fusion_rt.torch.sync.in_node import stand_in
 from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
 
 _POLL = 1e-3  # seconds
 
 
-def stand_in(here: Runtime) -> None:
+def take_part_before_join(here: Runtime) -> None:
     """Contributes neutral values, before this worker joins, to the steps that other ranks of its node have begun and
     cannot take without it (`node.ledger`); to all at once, since others may take them in any order.
 
@@ -38,9 +39,9 @@ def stand_in(here: Runtime) -> None:
         if sync.plan.node.withdraw():
             standing.append(sync)
             for bucket in sync.plan.buckets:
-                if bucket.rows is None and not bucket.sent:
+                if not bucket.sparse and not bucket.sent:
                     with sync.poster.alone:
-                        bucket.send_nothing()
+                        stand_in(bucket)
                     sync.poster.add(bucket)
     gathering = []
     while standing:
@@ -49,17 +50,18 @@ def stand_in(here: Runtime) -> None:
                 raise sync.poster.failure
             if sync.plan.node is not None:
                 sync.plan.node.watch()
-            buckets = [bucket for bucket in sync.plan.buckets if bucket.rows is None]
+            buckets = [bucket for bucket in sync.plan.buckets if not bucket.sparse]
             if not sync.poster and all(bucket.has_answer() for bucket in buckets):
                 for bucket in buckets:
-                    bucket.abandon()
+                    bucket.await_result()
                 sync.gather(buckets)
                 gathering.append(sync)
                 standing.remove(sync)
         time.sleep(_POLL)
     for sync in gathering:
         for bucket in sync.plan.buckets:
-            bucket.await_gathered()
+            if bucket.stage is not None:
+                bucket.stage.await_gathered(bucket)
         sync.gathered()
         sync.end_step()
 
@@ -103,7 +105,7 @@ def _note_missed(sync: Synchroniser, here: Runtime, told: Sequence[Mapping[str, 
         sync.when.note_missed({rank: told[rank][sync.name][0] for rank in ranks}, here.rank)
 
 
-before_join.append(stand_in)
+before_join.append(take_part_before_join)
 after_join.append(agree_after_join)
 
 

@@ -166,7 +166,7 @@ def train(device: str, compression: str, steps: int, dtype: str = "float32", whe
         optimizer.zero_grad()
         step_of(model, [hvd.rank()], step)
         optimizer.step()
-    return parameters(model), any(bucket.selection is not None for bucket in optimizer._sync.plan.buckets)
+    return parameters(model), bool(optimizer._sync.selections.buckets)
 
 
 def train_alone(device: str, steps: int) -> Array:

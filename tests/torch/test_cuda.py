@@ -15,7 +15,7 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import runtime
 from tests.harness import on_ranks, run_workers
 from tests.torch.core.test_device import results_on
-from tests.torch.training import assert_same, everybodys_batch, loss_of, make_model, my_batch
+from tests.torch.training import assert_same, everybodys_batch, loss_of, make_model, my_batch, selecting_buckets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 
@@ -81,7 +81,7 @@ def _selected_on_a_gpu(setting: str) -> tuple[list[bool], list[torch.Tensor], li
         optimizer.step()
     state = optimizer.state_dict()["fusion_rt"]["state"]
     kept = [value for key, value in sorted(state.items()) if ":residual/" in key or ":velocity/" in key]
-    on_gpu = [bucket.selection is not None for bucket in optimizer._sync.plan.buckets]
+    on_gpu = selecting_buckets(optimizer)
     return on_gpu, [parameter.detach().cpu() for parameter in model.parameters()], kept
 
 

@@ -6,6 +6,7 @@ In float64, so that what adaptive optimizers and line searches make of rounding 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -81,3 +82,9 @@ def assert_equal_on_all_ranks(model: torch.nn.Module) -> None:
 
 def in_arena(tensor: torch.Tensor) -> bool:
     return basics.runtime().client.arena.locate(tensor.data_ptr(), tensor.nbytes) is not None
+
+
+def selecting_buckets(optimizer: Any) -> list[bool]:
+    """Returns for each bucket of an optimizer's plan whether this worker may select from it on its GPU."""
+    sync = optimizer._sync
+    return [bucket.index in sync.selections.buckets for bucket in sync.plan.buckets]

@@ -27,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,6 @@ from fusion_rt.torch.core.device import Copying
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import DTYPE_NAMES
 from fusion_rt.torch.node.ledger import REFUSED, Ledger
-from fusion_rt.torch.node.staging import NodeWay, Staging, stage
 
 if TYPE_CHECKING:
     from fusion_rt.torch.node.groups import Backend, Group, UnderWay
@@ -52,6 +52,90 @@ _WATCH = 0.01  # seconds between two looks at whether it will
 _LINGER = 10.0  # seconds that ranks may take to gather what this one has given
 _COMBINED = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
 _NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf"), "product": 1.0}
+
+
+@dataclass(frozen=True)
+class NodeWay:
+    """The way of a node's contribution to its daemon, and of the result back; all ranks of the node have the same.
+
+    Attributes:
+        parts: each rank submits its part; else the leader submits all.
+        gathers: each rank gets its part of the result, and they are gathered; else each gets all of it.
+    """
+
+    parts: bool
+    gathers: bool
+
+    def __str__(self) -> str:
+        return "parts, gathered" if self.gathers else "parts" if self.parts else "leader"
+
+
+_TOGETHER = NodeWay(parts=False, gathers=True)
+
+
+@dataclass
+class Staging:
+    """A bucket's elements on their device.
+
+    Attributes:
+        dtype: the bucket's.
+        values: 1-D; float32 for halves, so that sums of several are rounded once. As many as make equal parts.
+        places: of the bucket's tensors, in their shapes.
+        part: this rank's of the sum; all of it for a leader.
+        result, result_part: memory of results, likewise, in the bucket's dtype; of the sums where that is the same.
+        result_places: of the bucket's tensors, in their shapes.
+        gaps: the rest of `values`, in which a result may have left something.
+    """
+
+    dtype: torch.dtype
+    values: torch.Tensor
+    places: list[torch.Tensor]
+    part: torch.Tensor
+    result: torch.Tensor
+    result_part: torch.Tensor
+    result_places: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+
+
+def stage(
+    flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor, ranks: int = 1, way: NodeWay = _TOGETHER
+) -> Staging:
+    """Makes the staging of a bucket, whose place in the arena is `flat` (1-D).
+
+    Args:
+        views: of its tensors, in `flat`.
+        like: on the device of its gradients.
+        ranks: how many combine it; 1: it is only put together.
+        way: in which.
+    """
+    half = ranks > 1 and flat.dtype in (torch.float16, torch.bfloat16)
+    exact = like.new_empty(0, dtype=torch.float32 if half else flat.dtype)
+    length = -(-flat.numel() // ranks)  # of a part
+    elements = length * ranks if way.parts else flat.numel()
+    values = device.layer.empty([elements], exact).zero_()  # there may be padding between tensors
+    offsets = [(view.data_ptr() - flat.data_ptr()) // flat.element_size() for view in views]
+
+    def places(whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole.as_strided(v.shape, v.stride(), offset) for v, offset in zip(views, offsets, strict=True)]
+
+    part = device.layer.empty([length], exact) if way.parts else values
+    result, result_part, gaps = values, part, []
+    if way.gathers and half:
+        rounded = like.new_empty(0, dtype=flat.dtype)
+        result, result_part = device.layer.empty([elements], rounded), device.layer.empty([length], rounded)
+    elif way.gathers:
+        gaps = _gaps(values, [(offset, view.numel()) for view, offset in zip(views, offsets, strict=True)])
+    return Staging(flat.dtype, values, places(values), part, result, result_part, places(result), gaps)
+
+
+def _gaps(whole: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Returns what lies in a 1-D tensor between places (first element, length) in it, and behind them."""
+    gaps, end = [], 0
+    for first, length in [*sorted(places), (whole.numel(), 0)]:
+        if first > end:
+            gaps.append(whole[end:first])
+        end = first + length
+    return gaps
 
 
 class NodeReduction:
@@ -85,9 +169,7 @@ class NodeReduction:
         self.reduces = False
         self.way = way
         self.is_leader = here.rank == ranks[0]
-        self._here = here
-        self._plan = plan
-        self._ranks = ranks
+        self._here, self._plan, self._ranks = here, plan, ranks
         self._kind, self._backend = backend
         self._op = _COMBINED[plan.reduction.op]
         self._settings = Settings.from_env()
@@ -95,13 +177,13 @@ class NodeReduction:
         self._refused: bool = before is not None and before._refused
         self._device = where[0]
         self._offer = REFUSED if self._refused else f"{self._kind}, {way}:{where[1]}"
-        self._staged: dict[int, Staging] = {}
         self._directory = os.path.join(here.client.directory, bootstrap.RANKS_DIRECTORY)
         bootstrap.make_private_directory(self._directory)
         self._store = os.path.join(
             self._directory, f"{here.client.welcome.epoch}-{plan.process_set}-{plan.group.replace(os.sep, '-')}-store"
         )
         self._joins = -1
+        self._watched = 0.0  # when failures were looked for last
         self._ledger = self._enrol()
         here.in_node.add(self)
 
@@ -160,21 +242,23 @@ class NodeReduction:
 
     # --- a bucket -----------------------------------------------------------------------------------------------------
 
-    def staging(self, index: int, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor) -> Staging:
+    def staging(
+        self, before: Staging | None, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor
+    ) -> Staging:
         """Returns the memory for this rank's elements of a bucket, whose place in the arena is `flat` (1-D).
 
         Args:
+            before: that of the step before, which is used again; None: there was none.
             views: of its tensors, in `flat`.
             like: on the device of its gradients.
         """
-        found = self._staged.get(index)
-        if found is None:
-            found = self._staged[index] = stage(flat, views, like, len(self._ranks), self.way)
-        elif self._group is not None:
-            self._group.settle(found.values)
-            if found.gaps:
-                torch._foreach_zero_(found.gaps)
-        return found
+        if before is None:
+            return stage(flat, views, like, len(self._ranks), self.way)
+        if self._group is not None:
+            self._group.settle(before.values)
+            if before.gaps:
+                torch._foreach_zero_(before.gaps)
+        return before
 
     def headroom(self, dtype: DType) -> float:
         """Returns by what the node's sum is smaller than it should be; see `codecs.averages`."""
@@ -232,13 +316,13 @@ class NodeReduction:
         low, high = wire.part_of_node(flat.numel(), self._ranks.index(self._here.rank), len(self._ranks))
         return flat[low:high]
 
-    def gather(self, index: int, flat: torch.Tensor) -> Gathering:
+    def gather(self, staging: Staging, flat: torch.Tensor) -> Gathering:
         """Starts putting together what each rank of the node has of the result of a bucket, in its place in the arena.
 
         Raises:
             HorovodInternalError: it cannot be; then the job is over for this rank.
         """
-        staging, mine = self._staged[index], self.mine(flat)
+        mine = self.mine(flat)
 
         def first() -> None:
             device.layer.copy([staging.result_part[: len(mine)]], [mine])
@@ -270,12 +354,29 @@ class NodeReduction:
         """Notes that this rank has the results of a step, and needs the other ranks no longer for that."""
         self._ledger.gather()
 
-    def watch(self) -> str:
+    def await_done(self, done: Callable[[], bool]) -> None:
+        """Waits for an operation of the node's ranks, sleeping. Raises `TimeoutError` if it takes too long."""
+        began, pause = time.monotonic(), _POLL / 2
+        while not done():
+            if time.monotonic() - began > self._settings.operation_timeout:
+                raise TimeoutError(f"it has taken {self._settings.operation_timeout:g} s")
+            time.sleep(pause)
+            pause = min(1.25 * pause, 10 * _POLL)
+
+    def watch(self, seldom: bool = False) -> str:
         """Checks for failures while all ranks of the node are waited for. Returns the reason; empty if there is none.
+
+        Args:
+            seldom: not if it was done a moment ago.
 
         Raises:
             HorovodInternalError: the job has failed.
         """
+        if seldom:
+            now = time.monotonic()
+            if now - self._watched < _WATCH:
+                return ""
+            self._watched = now
         channel = self._here.client.channel
         channel.read_available()
         if channel.failure is not None:
@@ -290,11 +391,6 @@ class NodeReduction:
         if not self._ledger.read().broken:
             warnings.warn(f"{why}; this step fails, and from the next one on the daemon reduces them", stacklevel=2)
         self.give_up(why)
-
-    @property
-    def limit(self) -> float:
-        """Seconds that a reduction may take."""
-        return self._settings.operation_timeout
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -331,13 +427,11 @@ class NodeReduction:
         def connect() -> None:
             try:
                 position = self._ranks.index(here.rank)
-                found.append(
-                    self._backend.connect(self._store, position, len(self._ranks), self._device, start, self.limit)
-                )
+                found.append(self._backend.connect(self._store, position, len(self._ranks), self._device, start, limit))
             except Exception as error:  # told below
                 errors.append(error)
 
-        start = self._settings.start_timeout
+        start, limit = self._settings.start_timeout, self._settings.operation_timeout
         deadline = time.monotonic() + start
         thread = threading.Thread(target=connect, name="fusion_rt-node", daemon=True)
         thread.start()
@@ -434,7 +528,6 @@ class Combining(Copying):
         self.why = ""
         self.under_way: UnderWay
         self._node = node
-        self._watched = time.monotonic()
 
     def done(self) -> bool:
         """Tells whether it has ended, well or not."""
@@ -449,20 +542,14 @@ class Combining(Copying):
         except RuntimeError as error:
             self.fail(error)
             return True
-        now = time.monotonic()
-        if now - self._watched > _WATCH:
-            self._watched = now
-            self.why = self._node.watch()
+        self.why = self._node.watch(seldom=True)
         return bool(self.why)
 
     def wait(self) -> None:
-        began = time.monotonic()
-        pause = _POLL / 2
-        while not self.done():
-            if time.monotonic() - began > self._node.limit:
-                self.fail(TimeoutError(f"it has taken {self._node.limit:g} s"))
-            time.sleep(pause)
-            pause = min(1.25 * pause, 10 * _POLL)
+        try:
+            self._node.await_done(self.done)
+        except TimeoutError as error:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Notes that it has failed here."""
@@ -482,28 +569,23 @@ class Gathering:
     def __init__(self, node: NodeReduction, staging: Staging, under_way: UnderWay) -> None:
         self._node, self._staging, self._under_way = node, staging, under_way
 
-    def wait(self) -> Staging:
-        """Waits until all parts are here, for the current stream, too. Returns where.
+    def wait(self) -> None:
+        """Waits until all parts are in the staging, for the current stream, too.
 
         Raises:
             HorovodInternalError: a rank is lost, or has given up; then the job is over for this one.
         """
-        node, began, watched = self._node, time.monotonic(), time.monotonic()
-        pause = _POLL / 2
         try:
-            while not self._under_way.done():
-                now = time.monotonic()
-                if now - watched > _WATCH:
-                    watched = now
-                    if why := node.watch():
-                        raise RuntimeError(why)
-                if now - began > node.limit:
-                    raise RuntimeError(f"it has taken {node.limit:g} s")
-                time.sleep(pause)
-                pause = min(1.25 * pause, 10 * _POLL)
+            self._node.await_done(self._done)
         except HorovodInternalError:
             raise
-        except RuntimeError as error:
-            raise node.cannot_gather(error) from error
-        node.settle(self._staging)
-        return self._staging
+        except (RuntimeError, TimeoutError) as error:
+            raise self._node.cannot_gather(error) from error
+        self._node.settle(self._staging)
+
+    def _done(self) -> bool:
+        if self._under_way.done():
+            return True
+        if why := self._node.watch(seldom=True):
+            raise RuntimeError(why)
+        return False

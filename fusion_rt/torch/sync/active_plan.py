@@ -9,19 +9,22 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
+from fusion_rt.host.arena import Segment
 from fusion_rt.torch.autotune.replanning import Replanning
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.core.tensors import TORCH_DTYPES
-from fusion_rt.torch.node.reduction import NodeReduction, reduction_in_node
-from fusion_rt.torch.node.staging import NodeWay
+from fusion_rt.torch.node.reduction import NodeReduction, NodeWay, reduction_in_node
 from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.sync.buckets import Bucket, Carriage
+from fusion_rt.torch.sync.buckets import Bucket, BucketIO, Stage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
+from fusion_rt.torch.sync.gpu_selection import Selections
+from fusion_rt.torch.sync.in_node import InNode
+from fusion_rt.torch.sync.on_device import OnDevice
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Trained, exchanged_dtype
-from fusion_rt.torch.sync.selections import Selections
-from fusion_rt.torch.sync.slots import Slot, SparseGradient
+from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.sparse_gradients import SparseBucket
 
 
 class ActivePlan:
@@ -136,16 +139,16 @@ class ActivePlan:
         self.agreed = self.here.client.wait(proposed).plan
         return self.agreed
 
-    def make(self, plan: wire.Plan, order: Mapping[str, Slot], carriage: Carriage) -> None:
+    def make(self, plan: wire.Plan, order: Mapping[str, Slot], io: BucketIO) -> None:
         """Makes buckets as ranks have agreed, in a new segment of the arena."""
         here, where = self.here, self.where()
         self._checkpoint.planned(where, plan, order)
         parameters = [order[tensor.name].parameter for bucket in plan.buckets for tensor in bucket.tensors]
         parts = not self._selections.may_select(plan, parameters)  # a worker selects from the whole
-        way = NodeWay(parts, parts and carriage.at_once)
+        way = NodeWay(parts, parts and not io.schedule.delays)
         self.node = reduction_in_node(here, plan, parameters, self.node, way)
         nbytes = self._selections.choose(where, plan, order, self.node)
-        self.buckets = [self._rows(order[tensor.name], tensor.sparse, carriage) for tensor in plan.sparse]
+        self.buckets = [self._sparse(order[tensor.name], tensor.sparse, io) for tensor in plan.sparse]
         with here.allocating:
             here.collect()
             self._segment, segment = here.client.plan_segment(plan, nbytes)
@@ -157,17 +160,17 @@ class ActivePlan:
             flat = torch.frombuffer(segment.view, dtype=dtype, count=planned.numel, offset=planned.offset)
             slots = [order[tensor.name] for tensor in planned.tensors]
             name = f"{self.group}, bucket {planned.index}"
-            bucket = Bucket(here, (name, plan.id, planned.index), slots, carriage, flat)
-            bucket.node, bucket.selection = self.node, self._selections.selector(planned, segment, slots)
+            bucket = Bucket(here, (name, plan.id, planned.index), slots, io, flat)
             for slot, tensor in zip(slots, planned.tensors, strict=True):
                 place = flat[tensor.start : tensor.start + tensor.numel]
-                slot.place(bucket, place, carriage.is_direct(slot))
+                slot.place(bucket, place, io.is_direct(slot))
                 if (due := self._checkpoint.pay(tensor.name)) is not None:
                     owed = torch.from_numpy(due) / self._options.reduction.prescale
-                    bucket.owed.append((place, owed.to(dtype)))
+                    bucket.owed.append((tensor.start, owed.to(dtype)))
+            self._choose_stages(bucket, planned, segment)
             self.buckets.append(bucket)
             self.nbytes += bucket.nbytes
-        if not all(carriage.is_direct(slot) for slot in order.values()):
+        if not all(io.is_direct(slot) for slot in order.values()):
             device.layer.pin(segment, parameters)
 
     def give_up(self, here: Runtime) -> None:
@@ -223,14 +226,24 @@ class ActivePlan:
         dtype = exchanged_dtype(slot.name, tensor)
         return wire.TensorSpec(slot.name, dtype, tuple(tensor.shape), slot.together, sparse, group)
 
-    def _rows(self, slot: Slot, sparse: int, carriage: Carriage) -> Bucket:
+    def _choose_stages(self, bucket: Bucket, planned: wire.Bucket, segment: Segment) -> None:
+        """Gives a bucket its further stages: none where its values are in this process's memory, and the daemon
+        combines those of the node's ranks."""
+        on_host = all(device.layer.is_host(slot.parameter) for slot in bucket.slots)
+        copies = None if on_host else OnDevice(bucket)
+        selector = self._selections.selector(planned, segment, bucket.slots, copies)
+        in_node = None if self.node is None else InNode(self.node, selector, copies)
+        stages: tuple[Stage | None, ...] = (in_node, selector, copies)
+        bucket.stages, bucket.stage = [stage for stage in stages if stage is not None], copies
+
+    def _sparse(self, slot: Slot, dims: int, io: BucketIO) -> Bucket:
         op = self._options.reduction.op
         if op not in ("average", "sum"):
             raise ValueError(f"the gradient of {slot.name!r} is sparse, and sparse gradients have no {op}; use Average "
                              "or Sum, or sparse_as_dense=True")  # fmt: skip
-        rows = SparseGradient(sparse, f"{self.group}.{slot.name}", op, self._options.process_set)
-        slot.bucket = Bucket(self.here, (rows.name, 0, 0), [slot], carriage, rows=rows)
-        return slot.bucket  # type: ignore[no-any-return]
+        name = f"{self.group}.{slot.name}"
+        bucket = slot.bucket = SparseBucket(self.here, name, slot, io, dims, op, self._options.process_set)
+        return bucket
 
 
 def _order_of(plan: wire.Plan | None) -> tuple[str, ...]:

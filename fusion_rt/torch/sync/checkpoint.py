@@ -24,11 +24,11 @@ from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.carried import Carried
+from fusion_rt.torch.sync.gpu_selection import Selections
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.scales import loss_scales
 from fusion_rt.torch.sync.scales.conversion import Meant, Units, meant_in
-from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot
 
 KEY = "fusion_rt"

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from fusion_rt import wire
 from fusion_rt.torch.core import device
-from fusion_rt.torch.core.process_sets import ProcessSet
-from fusion_rt.torch.ops.sparse import sparse_allreduce_async
 from fusion_rt.torch.sync.parameters import Named
 
 
@@ -73,36 +69,6 @@ class Slot:
         posted: where the parameter was when its change was posted that is not answered yet, while steps go on.
         guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """
-
-    __slots__ = (
-        "_adds",
-        "_hooks",
-        "_last",
-        "_noted",
-        "_place",
-        "_taken",
-        "address",
-        "bucket",
-        "closed",
-        "compressed",
-        "context",
-        "direct",
-        "guard",
-        "kept",
-        "moved",
-        "name",
-        "nbytes",
-        "owner",
-        "parameter",
-        "posted",
-        "seen",
-        "sparse",
-        "start",
-        "stream",
-        "together",
-        "velocity",
-        "view",
-    )
 
     def __init__(self, owner: GradientHooks, named: Named) -> None:
         self.owner = owner
@@ -291,6 +257,10 @@ class Slot:
                              "alike")  # fmt: skip
         return made
 
+    def decompress(self, compressor: Any, result: torch.Tensor) -> torch.Tensor:
+        """Returns what the script's compressor makes of a result, in memory other than the arena's."""
+        return torch.as_tensor(compressor.decompress(result.clone() if result is self.view else result, self.context))
+
     def _take_over(self) -> None:
         """Takes the parameter over from an optimizer that was made before, which objects if it is used again."""
         for hook in list((getattr(self.parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
@@ -298,35 +268,6 @@ class Slot:
                 before = hook.args[0]
                 before.forget()
                 before.owner.lose(before)
-
-
-@dataclass(frozen=True)
-class SparseGradient:
-    """Reduction of a sparse gradient: every rank gets the rows of all, as in Horovod.
-
-    Attributes:
-        sparse: number of sparse dimensions.
-        name: of the operation.
-        op: how the ranks' values are combined.
-        process_set: the ranks that take part.
-    """
-
-    sparse: int
-    name: str
-    op: wire.Op
-    process_set: ProcessSet
-
-    def start(self, slot: Slot) -> Callable[[], torch.Tensor]:
-        """Submits a slot's gradient. Returns what waits for the result."""
-        gradient, like = slot.parameter.grad, slot.parameter
-        if gradient is None:
-            shape = list(like.shape)
-            indices = torch.empty((self.sparse, 0), dtype=torch.int64, device=like.device)
-            values = torch.empty([0, *shape[self.sparse :]], dtype=like.dtype, device=like.device)
-            gradient = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
-        elif not gradient.is_sparse:
-            gradient = gradient.detach().to_sparse(self.sparse)
-        return sparse_allreduce_async(gradient.coalesce(), name=self.name, op=self.op, process_set=self.process_set)
 
 
 def _nothing() -> None:
@@ -347,6 +288,13 @@ def _arrived_on_device(slot: Slot, results: Any, gradients: Any) -> None:
     """Notes the stream of a gradient, which need not be that of the hook that sends its bucket, and that it arrived."""
     slot.stream = device.layer.stream_of(slot.parameter)
     slot.owner.arrived(slot)
+
+
+def follow_streams(slots: Sequence[Slot]) -> None:
+    """Has work that is queued from now on come after the slots' gradients, which may be computed on several streams."""
+    device.layer.follow([slot.stream for slot in slots if slot.stream is not None])
+    for slot in slots:
+        slot.stream = None
 
 
 def memory_order(parameter: torch.Tensor) -> list[int]:

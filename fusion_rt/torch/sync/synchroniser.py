@@ -20,7 +20,6 @@ from fusion_rt import codecs
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
-from fusion_rt.torch.core.posting import Poster
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.node.reduction import NodeReduction
@@ -28,11 +27,12 @@ from fusion_rt.torch.ops.digests import Digests
 from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync.active_plan import ActivePlan
-from fusion_rt.torch.sync.buckets import Bucket, Carriage
+from fusion_rt.torch.sync.buckets import Bucket, BucketIO
 from fusion_rt.torch.sync.checkpoint import Checkpoint
+from fusion_rt.torch.sync.gpu_selection import Selections
+from fusion_rt.torch.sync.on_device import Poster
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Mark, Named, Trained, are_shards
-from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, in_order
 from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Flush
@@ -118,10 +118,7 @@ class Synchroniser:
         self.after_step: Callable[[], None] | None = None
         if self._digests is not None and not self.when.delays:
             self.after_step = self.compare
-        self._carriage = Carriage(
-            options.rule, options.compressor, self.when.terms, not self.when.delays,
-            lambda: self.when.loss_scale,
-        )  # fmt: skip
+        self._io = BucketIO(options.rule, options.compressor, self.when)
         _all.add(self)
         self.watch()
 
@@ -164,7 +161,7 @@ class Synchroniser:
         if self.failure is not None:
             return
         try:
-            bucket.fill()
+            bucket.note_full()
             if self.when.eager:
                 for full in (bucket,) if self.plan.node is None else self._full(bucket, self.plan.node):
                     if full is not self.when.closing:
@@ -246,7 +243,7 @@ class Synchroniser:
         for bucket in self.plan.buckets:
             if bucket.sent:
                 with contextlib.suppress(HorovodInternalError):
-                    bucket.abandon()
+                    bucket.await_result()
 
     def end_step(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Ends a step (of these buckets), well or not, and resets the state for the next one."""
@@ -347,9 +344,9 @@ class Synchroniser:
 
     def _full(self, bucket: Bucket, node: NodeReduction) -> Iterable[Bucket]:
         """Returns the buckets to send now that this one is full; those combined in the node in the plan's order."""
-        if not node.reduces or bucket.rows is not None:
+        if not node.reduces or bucket.sparse:
             return (bucket,)
-        unsent = (one for one in self.plan.buckets if one.rows is None and not one.sent)
+        unsent = (one for one in self.plan.buckets if not one.sparse and not one.sent)
         return list(itertools.takewhile(lambda one: not one.missing, unsent))
 
     # --- parameters, and the plan -------------------------------------------------------------------------------------
@@ -371,7 +368,7 @@ class Synchroniser:
 
     def _slot(self, named: Named) -> Slot:
         slot = self.when.slot(named)
-        slot.direct = self._carriage.is_direct(slot)
+        slot.direct = self._io.is_direct(slot)
         return slot
 
     def propose(self) -> None:
@@ -400,7 +397,7 @@ class Synchroniser:
         for tensor in plan.sparse:
             self.when.check_sparse(order[tensor.name])
         self.when.agreed()
-        self.plan.make(plan, order, self._carriage)
+        self.plan.make(plan, order, self._io)
         for slot in self.slots:
             slot.follow()
         self.prioritise()
@@ -457,7 +454,7 @@ class Synchroniser:
     def prioritise(self) -> None:
         """Sets the buckets' urgencies by the order in which their results are needed."""
         if self._prioritises:
-            dense = [bucket for bucket in self.plan.buckets if bucket.rows is None]
+            dense = [bucket for bucket in self.plan.buckets if not bucket.sparse]
             for bucket, urgency in zip(dense, self.when.urgencies(dense), strict=True):
                 bucket.urgency = urgency
 

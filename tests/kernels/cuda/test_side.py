@@ -447,7 +447,7 @@ def test_a_worker_selects_what_the_daemons_codec_does(text: str) -> None:
     shape = codec.tray(layout)
     assert worker_selection.HEADER == selection.HEADER
     tray = Tray(shape, np.zeros(shape.nbytes, np.uint8))
-    worker = BucketSelection(SimulatedSide(), codec, layout, tray, 0, 2, 1.0, torch.device("cpu"))
+    worker = BucketSelection(SimulatedSide(), codec, layout, tray, 0, codec.clip / math.sqrt(2), torch.device("cpu"))
     daemons, plain = codec.open(layout), codec.open(layout)
     generator = torch.Generator().manual_seed(2)
     not_finite = {2: {30: math.nan, 31: math.inf, 22: -math.inf}, 4: {22: math.nan}, 5: {3: -math.inf}}

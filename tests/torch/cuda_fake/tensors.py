@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusion_rt.torch.core import device, posting, runtime
+from fusion_rt.torch.core import device, runtime
+from fusion_rt.torch.sync import on_device
 from tests.torch.cuda_fake.streams import FakeEvent, FakeGraph, FakeStream, Gpus, Transfer
 
 POISON = 77  # what memory has that nobody has written to, or that belongs to somebody else
@@ -238,7 +239,7 @@ def fake_cuda(seed: int, count: int = 1) -> Iterator[Gpus]:
     with (
         mock.patch.multiple(torch.cuda, **calls),
         mock.patch.object(device, "layer", device.Layer()),
-        mock.patch.object(posting, "as_here", _as_here),
+        mock.patch.object(on_device, "as_here", _as_here),
         Factories(),  # type: ignore[no-untyped-call]
     ):
         yield gpus

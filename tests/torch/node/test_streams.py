@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fusion_rt.torch as hvd
 from fusion_rt.torch.node.groups import Nccl, NcclGroup
-from fusion_rt.torch.node.staging import NodeWay
+from fusion_rt.torch.node.reduction import NodeWay
 from fusion_rt.torch.sync import active_plan
 from tests.harness import Job, on_ranks
 from tests.torch.cuda_fake.nccl import MadeUpNccl

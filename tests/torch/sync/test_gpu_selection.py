@@ -21,6 +21,7 @@ from fusion_rt.torch.core import basics, device
 from fusion_rt.torch.core.sides import Selector
 from tests.harness import Job, on_ranks
 from tests.kernels import reference
+from tests.torch.training import selecting_buckets
 
 CODEC = "topk(density=0.05, minimum=100)"
 CODECS = [
@@ -158,10 +159,6 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range, decay: float = 0
     return after
 
 
-def selecting(optimizer: Any) -> list[bool]:
-    return [bucket.selection is not None for bucket in optimizer._sync.plan.buckets]
-
-
 def has_the_residual() -> bool:
     """Whether this rank selects for its node."""
     return hvd.local_rank() == 0
@@ -178,13 +175,13 @@ def test_training_is_the_same_bit_by_bit_whoever_selects(text: str) -> None:
     """Also where one node's worker selects and the other node's daemon does."""
     model, optimizer = make(text)
     expected = train(model, optimizer, range(12))
-    assert not any(selecting(optimizer))
+    assert not any(selecting_buckets(optimizer))
     waiting, carried = residuals(optimizer), optimizer._sync.checkpoint.carry()
     for really in (True, hvd.cross_rank() == 0, hvd.cross_rank() == 1):
         with on_a_gpu(really):
             model, optimizer = make(text)
             assert train(model, optimizer, range(12)) == expected
-            assert selecting(optimizer) == [really and has_the_residual()] * len(selecting(optimizer))
+            assert selecting_buckets(optimizer) == [really and has_the_residual()] * len(selecting_buckets(optimizer))
             found, carries = residuals(optimizer), optimizer._sync.checkpoint.carry()
         if not has_the_residual():
             continue
@@ -205,7 +202,7 @@ def test_for_codecs_that_select_about_as_many_workers_select_exactly(name: str) 
     with on_a_gpu():
         model, optimizer = make(CODEC.replace("topk", name))
         assert train(model, optimizer, range(12)) == expected
-        assert selecting(optimizer) == [has_the_residual()] * len(selecting(optimizer))
+        assert selecting_buckets(optimizer) == [has_the_residual()] * len(selecting_buckets(optimizer))
         found = residuals(optimizer)
     assert not has_the_residual() or all(torch.equal(found[key], waiting[key]) for key in waiting)
 
@@ -227,7 +224,7 @@ def test_halves_are_selected_from_as_daemons_do(dtype: torch.dtype, text: str) -
                 gradients = [torch.randint(-20, 21, p.shape, generator=generator) for p in model.parameters()]
                 torch.autograd.backward(list(model.parameters()), [gradient.to(dtype) for gradient in gradients])
                 optimizer.step()
-            assert selecting(optimizer) == [really and has_the_residual()] * len(selecting(optimizer))
+            assert selecting_buckets(optimizer) == [really and has_the_residual()] * len(selecting_buckets(optimizer))
             after.append([parameter.detach().clone() for parameter in model.parameters()])
     for here, there in zip(*after, strict=True):
         assert torch.equal(here, there)
@@ -439,7 +436,7 @@ def test_what_workers_do_not_select() -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 30, dtype=dtype)).sum().backward()
             optimizer.step()
-        return selecting(optimizer)
+        return selecting_buckets(optimizer)
 
     with on_a_gpu():
         assert all(kinds(compression=hvd.Compression.topk(0.1, minimum=10))) == has_the_residual()

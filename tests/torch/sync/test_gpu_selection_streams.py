@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch.sync.selections import BucketSelector
+from fusion_rt.torch.sync.gpu_selection import BucketSelector
 from tests.harness import Job, on_ranks
 from tests.torch.cuda_fake.sides import selecting
 from tests.torch.cuda_fake.streams import FakeStream
 from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
+from tests.torch.training import selecting_buckets
 
 SCHEDULES = range(6)
 LENGTHS = (601, 40, 350)  # the second one is always sent
@@ -67,7 +68,7 @@ def trained(where: Any, codec: str, bad: int = -1) -> list[torch.Tensor]:
         else:
             optimizer.step()
     if where is on_gpu:
-        assert [bucket.selection is not None for bucket in optimizer._sync.plan.buckets] == [True, True]
+        assert selecting_buckets(optimizer) == [True, True]
         return [value_of(parameter) for parameter in parameters]
     return [parameter.detach().clone() for parameter in parameters]
 
@@ -92,16 +93,16 @@ def test_training_is_that_of_daemons_that_select(codec: str) -> None:
 @on_ranks
 def test_a_step_that_is_undone_reads_its_gradient_before_the_next_one_is_there(codec: str) -> None:
     """Also where the next one is there as soon as it can be."""
-    start, found = BucketSelector.start, []
+    queue, found = BucketSelector._queue, []
 
     def soon(*given: Any) -> Any:
         FakeStream.gpus.current_stream().synchronize()
-        return start(*given)
+        return queue(*given)
 
     for seed in SCHEDULES:
         with fake_cuda(seed), selecting(), pytest.MonkeyPatch.context() as patch:
             if seed % 2:
-                patch.setattr(BucketSelector, "start", soon)
+                patch.setattr(BucketSelector, "_queue", soon)
             found.append(trained(on_gpu, codec, bad=4))
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))

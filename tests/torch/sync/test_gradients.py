@@ -499,6 +499,6 @@ def test_each_bucket_is_recorded_once_a_step_when_its_last_gradient_has_come() -
     for bucket in buckets:
         bucket._trace = noted
     step()
-    dense = [bucket._label for bucket in buckets if bucket.rows is None]
+    dense = [bucket._label for bucket in buckets if not bucket.sparse]
     assert len(dense) == 2 < len(buckets)
     assert sorted(name for kind, name in noted.seen if kind == Kind.FULL) == sorted(dense)

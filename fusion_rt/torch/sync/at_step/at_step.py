@@ -299,5 +299,5 @@ class AtStep(When):
             if take:
                 bucket.receive()
             else:
-                bucket.abandon()
+                bucket.await_result()
             bucket.rewind()

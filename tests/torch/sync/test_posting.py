@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fusion_rt.core.errors import HorovodInternalError
-from fusion_rt.torch.core import posting
 from fusion_rt.torch.core.device import Copying
-from fusion_rt.torch.core.posting import Poster
+from fusion_rt.torch.sync import on_device
+from fusion_rt.torch.sync.on_device import Poster
 from tests.torch.cuda_fake.tensors import fake_cuda
 
 
@@ -132,7 +132,7 @@ def test_any_failure_is_raised_to_who_waits_and_what_is_added_next_is_submitted(
 
 
 def test_the_thread_ends_when_there_is_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posting, "_IDLE", 0.001)
+    monkeypatch.setattr(on_device, "_IDLE", 0.001)
     poster, submitted = Poster(), list[Copied]()
     for _ in range(3):
         copied = Copied(submitted)
