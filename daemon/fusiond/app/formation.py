@@ -136,9 +136,9 @@ class Formation:
         self.starting = Starting(
             config, settings, self.membership, loop, shell.mesh, shell.probe, self._started, self._start_failed
         )
-        gathering = Gathering(topology, node, self.figures, self.effects.to_node, self.effects.call_later)
+        gathering = Gathering(topology, node, self, self.effects)
         directory = files.directory_of(settings.trace_root(), config.job)
-        rings = RingFiles(directory, topology, node, self.effects.to_node, self.effects.call_later)
+        rings = RingFiles(directory, topology, node, self.effects)
         self.relayed = RelayedPorts(loop, node, lambda to, message: self.effects.to_node(to, message))
         self.peer_dispatch = PeerDispatch(
             topology,

@@ -15,7 +15,8 @@ from typing import Any
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
 from fusion_rt.tracing import files
-from fusiond.core.dispatch import Handlers, send_anywhere
+from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Correspondence
 from fusiond.core.queries import Rounds
 
 PATIENCE = 5.0  # seconds for an answer
@@ -28,23 +29,14 @@ class RingFiles:
     Args:
         directory: of this job's rings on this host.
         topology, node: the ranks of each node, and this node.
-        to_node: sends a message to another node.
-        call_later: calls back after so many seconds.
+        outside: sends messages to other nodes.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        topology: Topology,
-        node: int,
-        to_node: Callable[[int, wire.PeerMessage], None],
-        call_later: Callable[[float, Callable[[], None]], object],
-    ) -> None:
+    def __init__(self, directory: str, topology: Topology, node: int, outside: Correspondence) -> None:
         self._directory = directory
         self._topology = topology
         self._node = node
-        self._send = send_anywhere(node, to_node, self.handlers())
-        self._rounds: Rounds[_Answer] = Rounds(self._send, call_later, PATIENCE)
+        self._rounds: Rounds[_Answer] = Rounds(node, outside, self.handlers(), PATIENCE)
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the nodes' questions and answers."""
@@ -93,10 +85,10 @@ class RingFiles:
         self._rounds.ask({request.node: lambda serial: wire.RingPieceRequest(serial, *piece)}, told)
 
     def _rings_asked(self, node: int, request: wire.RingsRequest) -> None:
-        self._send(node, wire.Rings(request.serial, self._here()))
+        self._rounds.send(node, wire.Rings(request.serial, self._here()))
 
     def _piece_asked(self, node: int, request: wire.RingPieceRequest) -> None:
-        self._send(node, self._piece(request))
+        self._rounds.send(node, self._piece(request))
 
     def _answered(self, node: int, answer: _Answer) -> None:
         self._rounds.answered(node, answer.serial, answer)

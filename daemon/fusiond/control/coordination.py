@@ -64,9 +64,7 @@ class Coordination:
         self.coordinator = self._make() if context.node == self.node else None
 
     def _make(self) -> Coordinator:
-        context = self._context
-        warn = context.outside.warn
-        return Coordinator(context.participants, context.settings, self._questions, warn, self._send)
+        return Coordinator(self._context.participants, self._context.settings, self._questions, self)
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the nodes' messages to their coordinator."""
@@ -104,10 +102,10 @@ class Coordination:
         participants = self._context.participants
         next_set, sets = settle_sets(handovers, participants)
         settled = wire.Settled(self._epoch, self._number, next_set, sets)
-        self._send([(node, settled) for node in self._nodes])
+        self.send([(node, settled) for node in self._nodes])
         self.coordinator = self._make()
         inherited = inherit(handovers, participants, self._number)
-        self._send(self.coordinator.take_over(inherited))
+        self.send(self.coordinator.take_over(inherited))
         for node, message in inherited.open:
             self.handle(node, message)
         for node in self._nodes:
@@ -153,12 +151,12 @@ class Coordination:
                 f"node {node} (host {host}) sent a {type(message).__name__} that no node of this job would send"
             )
             return
-        self._send(answer)
+        self.send(answer)
 
     def joined(self) -> None:
         """A rank has joined."""
         if self.coordinator is not None:
-            self._send(self.coordinator.joined())
+            self.send(self.coordinator.joined())
 
     def forget(self, key: OpKey) -> None:
         """An operation has failed."""
@@ -178,7 +176,12 @@ class Coordination:
         """At which `node` the coordinator is, whether a view is `settling`, and messages `dropped`."""
         return {"node": self.node, "settling": self.settling, "dropped": self.dropped}
 
-    def _send(self, messages: Outgoing) -> None:
+    def warn(self, text: str) -> None:
+        """Tells people that something is late."""
+        self._context.outside.warn(text)
+
+    def send(self, messages: Outgoing) -> None:
+        """Sends messages of the coordinator to nodes."""
         for node, message in messages:
             if node == self._context.node:
                 self._engine.peer_message(node, message)

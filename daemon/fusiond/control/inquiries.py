@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.settings import Settings
@@ -43,6 +44,24 @@ class _Inquiry:
     where: str | None = None
 
 
+class Inquirer(Protocol):
+    """An object that has something found out."""
+
+    def submitted(self, subject: Subject) -> Mapping[int, wire.Signature | None]:
+        """Returns, by rank, what it knows already."""
+
+    def conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
+        """An inquiry is over.
+
+        Args:
+            error: why that fails which it was about; "" if it goes on.
+            missing: the ranks that were missing when its time was up.
+        """
+
+    def warn(self, text: str) -> None:
+        """Something is late, which people are to be told."""
+
+
 class Inquiries:
     """All inquiries of one coordinator; iterating gives what they are about.
 
@@ -50,10 +69,7 @@ class Inquiries:
         participants: shared with the engine, which keeps it up to date.
         settings: time-outs.
         questions: ask the nodes.
-        warn: tells people that something is late.
-        submitted: tells by rank what the coordinator knows already.
-        conclude: called at the end of an inquiry with the sentence why what it is about fails, or "" if it goes on; and
-            the ranks that were missing when its time was up.
+        owner: has it found out.
     """
 
     def __init__(
@@ -61,16 +77,12 @@ class Inquiries:
         participants: Participants,
         settings: Settings,
         questions: Questions,
-        warn: Callable[[str], None],
-        submitted: Callable[[Subject], Mapping[int, wire.Signature | None]],
-        conclude: Callable[[Subject, str, Sequence[int]], None],
+        owner: Inquirer,
     ) -> None:
         self._participants = participants
         self._settings = settings
         self._questions = questions
-        self._warn = warn
-        self._submitted = submitted
-        self._conclude = conclude
+        self._owner = owner
         self._inquiries: dict[Subject, _Inquiry] = {}
         self._warned: OrderedDict[Subject, None] = OrderedDict()  # the latest: every node that waits tells of it
 
@@ -116,7 +128,7 @@ class Inquiries:
         participants = self._participants
         members = participants.members(subject[1].process_set)
         awaited = participants.awaited(members)
-        submitted = dict(self._submitted(subject))
+        submitted = dict(self._owner.submitted(subject))
         traffic = {}
         for node, answer in told.items():
             for one in answer.waiting:
@@ -144,7 +156,7 @@ class Inquiries:
         error = sentence(waited if late else 0.0)
         if error and not (late and missing and inquiry.where is None):
             del self._inquiries[subject]
-            self._conclude(subject, error + (inquiry.where or ""), missing if late else ())
+            self._owner.conclude(subject, error + (inquiry.where or ""), missing if late else ())
             return
         inquiry.asked, inquiry.waited = False, 0.0
         if error and not inquiry.ending:
@@ -158,8 +170,8 @@ class Inquiries:
             if len(self._warned) > _REMEMBERED:
                 self._warned.popitem(last=False)
             text = sentence(waited)
-            self._questions.whereabouts(missing, lambda where: self._warn(text + where))
-        self._conclude(subject, "", ())
+            self._questions.whereabouts(missing, lambda where: self._owner.warn(text + where))
+        self._owner.conclude(subject, "", ())
 
     def _look_again(self, subject: Subject, inquiry: _Inquiry, waited: float, where: str) -> None:
         """It is known where those are that are missing; they may have come meanwhile, and so it is asked once more."""

@@ -12,9 +12,9 @@ nodes; it is asked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from fusion_rt import algorithms, wire
 from fusion_rt.core import plugins
@@ -71,6 +71,16 @@ class _Made:
     holders: set[int]
 
 
+class Nodes(Protocol):
+    """The way from a coordinator to the nodes, and to people."""
+
+    def send(self, messages: Outgoing) -> None:
+        """Sends messages to nodes that are not the answer to one."""
+
+    def warn(self, text: str) -> None:
+        """Tells people that something is late."""
+
+
 class Coordinator:
     """Decides for all nodes.
 
@@ -78,8 +88,7 @@ class Coordinator:
         participants: shared with the engine, which keeps it up to date.
         settings: largest bucket, and time-outs.
         questions: ask the nodes about what is disputed or late.
-        warn: tells people that something is late.
-        send: sends messages to nodes that are not the answer to one.
+        nodes: are told.
 
     Attributes:
         seconds_per_byte: of the links to other nodes, as far as they have been measured.
@@ -90,16 +99,16 @@ class Coordinator:
         participants: Participants,
         settings: Settings,
         questions: Questions,
-        warn: Callable[[str], None],
-        send: Callable[[Outgoing], None],
+        nodes: Nodes,
     ) -> None:
         self._participants = participants
         self._topology = participants.topology
         self._settings = settings
         self._approved = Approved()
         self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # what nodes have asked about and not been told
-        self._inquiries = Inquiries(participants, settings, questions, warn, self._known, self._inquired)
-        self._send = send
+        self._inquiries = Inquiries(participants, settings, questions, self)
+        self._nodes = nodes
+        self.warn = nodes.warn
         self._plans: dict[PlanKey, dict[int, wire.Proposal]] = {}  # proposals, by rank
         self._made: dict[tuple[int, str], _Made] = {}
         self._misnamed: dict[tuple[int, str], str] = {}  # why there are no plans of a group
@@ -182,21 +191,22 @@ class Coordinator:
             self._inquiries.inquire((message.kind, message.key), message.waited)
         return []
 
-    def _known(self, subject: Subject) -> Mapping[int, wire.Signature | None]:
+    def submitted(self, subject: Subject) -> Mapping[int, wire.Signature | None]:
+        """See `Inquirer`."""
         kind, key = subject
         return self._submitted(key) if kind == "operation" else dict.fromkeys(self._plans.get(_plan_key(key), ()))
 
-    def _inquired(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
+    def conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
         """An inquiry is over: what it was about fails, or goes on if nothing is wrong."""
         kind, key = subject
         if error and kind == "plan":
-            self._send(self._plan_verdict(_plan_key(key), None, error))
+            self._nodes.send(self._plan_verdict(_plan_key(key), None, error))
         elif error:
             self.forget(key)
             nodes = self._participants.members(key.process_set).nodes
-            self._send([(node, wire.OpFailed(key, error, tuple(missing))) for node in nodes])
+            self._nodes.send([(node, wire.OpFailed(key, error, tuple(missing))) for node in nodes])
         elif kind == "operation":
-            self._send(self._decide(key))
+            self._nodes.send(self._decide(key))
 
     def joined(self) -> Outgoing:
         """A rank has joined: what waits for it goes on without it, or fails."""

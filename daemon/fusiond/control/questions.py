@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.control.waiting import Survey, describe_ranks, merge
-from fusiond.core.dispatch import Handlers, send_anywhere
+from fusiond.core.dispatch import Handlers
 from fusiond.core.queries import Rounds
 from fusiond.operations.context import Context
 
 PATIENCE = 3.0  # seconds for an answer: a worker has one to show its stacks, and a daemon may be busy
 Answer: TypeAlias = wire.Located | wire.WaitingHere
+
+
+class Informed(Protocol):
+    """The engine, as far as it knows what is under way."""
+
+    def under_way(self, key: OpKey | None) -> Sequence[wire.Waiting]:
+        """Returns what is under way on this node, or what is known of one thing, also when it is over."""
 
 
 class Questions:
@@ -22,15 +29,14 @@ class Questions:
     Args:
         context: the engine's.
         pid: of this daemon.
-        under_way: tells what is under way on this node, or what is known of one thing, also when it is over.
+        engine: knows what is under way.
     """
 
-    def __init__(self, context: Context, pid: int, under_way: Callable[[OpKey | None], Sequence[wire.Waiting]]) -> None:
+    def __init__(self, context: Context, pid: int, engine: Informed) -> None:
         self._context = context
         self._pid = pid
-        self._under_way = under_way
-        self._send = send_anywhere(context.node, context.outside.to_node, self.handlers())
-        self._rounds: Rounds[Answer] = Rounds(self._send, context.outside.call_later, PATIENCE)
+        self._engine = engine
+        self._rounds: Rounds[Answer] = Rounds(context.node, context.outside, self.handlers(), PATIENCE)
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the nodes' questions and answers."""
@@ -122,17 +128,17 @@ class Questions:
         self.locate(wanted, (), located)
 
     def _asked_where(self, node: int, question: wire.Locate) -> None:
-        known = tuple(one for key in question.keys for one in self._under_way(key))[: wire.MAX_WAITING]
+        known = tuple(one for key in question.keys for one in self._engine.under_way(key))[: wire.MAX_WAITING]
         local = set(self._context.topology.ranks[self._context.node])
         ranks = [rank for rank in question.ranks if rank in local]
         self._context.outside.locate(
-            ranks, lambda found: self._send(node, wire.Located(question.serial, tuple(found), known))
+            ranks, lambda found: self._rounds.send(node, wire.Located(question.serial, tuple(found), known))
         )
 
     def _asked_what(self, node: int, question: wire.WaitingRequest) -> None:
-        under_way = self._under_way(question.key)
+        under_way = self._engine.under_way(question.key)
         told = tuple(under_way[: wire.MAX_WAITING])
-        self._send(node, wire.WaitingHere(question.serial, self._pid, told, len(under_way) - len(told)))
+        self._rounds.send(node, wire.WaitingHere(question.serial, self._pid, told, len(under_way) - len(told)))
 
     def _answered(self, node: int, answer: Answer) -> None:
         if self._may_tell(node, answer):

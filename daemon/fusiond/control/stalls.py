@@ -8,7 +8,7 @@ the rank that made it only: this node asks the others itself, and ends it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fusion_rt import wire
@@ -71,11 +71,8 @@ class Stalls:
         self._questions = questions
         self._homes = homes
         self._proposals = proposals
-        self._of_groups = Inquiries(
-            context.participants, context.settings, questions, context.outside.warn, lambda _: {}, self._conclude
-        )
-        clock, call_later = context.outside.clock, context.outside.call_later
-        self._deadlines = Deadlines(clock, call_later, self._overdue)
+        self._of_groups = Inquiries(context.participants, context.settings, questions, self)
+        self._deadlines = Deadlines(context.outside, self)
         self._asked: dict[tuple[Subject, int], float] = {}  # when (s), of what waits
         self._due: set[tuple[OpKey, int]] = set()  # contributions about which the nodes are being asked
 
@@ -138,7 +135,15 @@ class Stalls:
         else:
             self._coordination.ask(wire.Mismatch(key, waited, kind))
 
-    def _conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
+    def submitted(self, subject: Subject) -> Mapping[int, wire.Signature | None]:
+        """No node knows more of an operation of a group than the others tell."""
+        return {}
+
+    def warn(self, text: str) -> None:
+        """Something is late, which people are to be told."""
+        self._context.outside.warn(text)
+
+    def conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
         """An inquiry about an operation of a group is over."""
         if error and subject[1] in self._operations.under_way:  # else it has ended since
             self._operations.everywhere(subject[1], error, missing)
@@ -147,7 +152,7 @@ class Stalls:
         """An operation of a group fails when its time is up."""
         self._deadlines.add(operation.until)
 
-    def _overdue(self, now: float) -> float:
+    def end_overdue(self, now: float) -> float:
         """Asks about the operations whose time is up; returns when the next one's is."""
         for operation in list(self._operations.under_way.values()):
             if operation.until <= now:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Protocol
+
+from fusiond.core.effects import Timers
 
 _EARLY = 1e-3  # seconds; what is due so soon is due
+
+
+class Timed(Protocol):
+    """An object with operations that end when their time is up."""
+
+    def end_overdue(self, now: float) -> float:
+        """Ends those that are due; returns when the next one is, or infinity."""
 
 
 class Deadlines:
@@ -14,30 +23,23 @@ class Deadlines:
     There is one timer for the first of them, and it is not set again for each operation: most end long before.
 
     Args:
-        clock: seconds.
-        call_later: calls back after so many seconds.
-        end: called with a time; ends what is due then, and returns when the next one is, or infinity.
+        timers: the clock.
+        owner: has the operations.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        call_later: Callable[[float, Callable[[], None]], object],
-        end: Callable[[float], float],
-    ) -> None:
-        self._clock = clock
-        self._call_later = call_later
-        self._end = end
+    def __init__(self, timers: Timers, owner: Timed) -> None:
+        self._timers = timers
+        self._owner = owner
         self._next = math.inf
 
     def add(self, until: float) -> None:
         """Notes that something is due then."""
         if until < self._next:
             self._next = until
-            self._call_later(max(until - self._clock(), 0.0), self._look)
+            self._timers.call_later(max(until - self._timers.clock(), 0.0), self._look)
 
     def _look(self) -> None:
-        now = self._clock() + _EARLY
+        now = self._timers.clock() + _EARLY
         if now >= self._next:  # else this was the timer of one that is over
             self._next = math.inf
-            self.add(self._end(now))
+            self.add(self._owner.end_overdue(now))

@@ -9,22 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from fusion_rt import wire
-
 Handlers: TypeAlias = Mapping[type[Any], Callable[..., None]]
 """Handlers by type of message. A handler of peers' messages is called with the sender's node, the message, and the
 payload of a message that has one; one of local processes' messages with their connection and the message."""
-
-
-def send_anywhere(
-    here: int, to_node: Callable[[int, wire.PeerMessage], None], handlers: Handlers
-) -> Callable[[int, wire.PeerMessage], None]:
-    """Returns a function that sends a message to a node; to this one (`here`) by handling it at once."""
-
-    def send(node: int, message: wire.PeerMessage) -> None:
-        if node == here:
-            handlers[type(message)](node, message)
-        else:
-            to_node(node, message)
-
-    return send

@@ -11,14 +11,31 @@ from fusiond.core.result import Result
 from fusiond.core.tracing import Job
 
 
-class Effects(Protocol):
+class Timers(Protocol):
+    """The part of an engine's `Effects` that deals with time."""
+
+    def clock(self) -> float:
+        """Returns the time in seconds, from any origin."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None], /) -> object:
+        """Calls back when that time has passed."""
+
+
+class Correspondence(Protocol):
+    """The part of an engine's `Effects` that asks peers, and does not wait for their answers for ever."""
+
+    def to_node(self, node: int, message: wire.PeerMessage, /) -> None:
+        """Sends a control message to a peer, if it can be reached."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None], /) -> object:
+        """Calls back when that time has passed."""
+
+
+class Effects(Timers, Correspondence, Protocol):
     """The way out of an engine, which does no I/O itself; `app.daemon_effects` is the one of daemons."""
 
     def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
         """Sends a message to a local worker, with the memfd of a large result."""
-
-    def to_node(self, node: int, message: wire.PeerMessage, /) -> None:
-        """Sends a control message to a peer, if it can be reached."""
 
     def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, /, urgency: int) -> bool:
         """Sends a chunk, the sooner the less its urgency is; returns whether its payload is borrowed until credit
@@ -30,9 +47,6 @@ class Effects(Protocol):
 
     def send_piece(self, node: int, piece: wire.Piece, payload: memoryview, /) -> object:
         """Sends a piece of a message, whose payload nobody will change."""
-
-    def call_later(self, seconds: float, callback: Callable[[], None], /) -> object:
-        """Calls back when that time has passed."""
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         """Runs jobs outside the event loop, then `then` inside."""
@@ -52,6 +66,3 @@ class Effects(Protocol):
 
     def warn(self, text: str, /) -> None:
         """Logs a warning."""
-
-    def clock(self) -> float:
-        """Returns the time in seconds, from any origin."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from fusion_rt import wire
+from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Correspondence
 
 Answer = TypeVar("Answer")
 Question: TypeAlias = Callable[[int], wire.PeerMessage]  # made of its serial number
@@ -26,19 +28,16 @@ class Rounds(Generic[Answer]):
     """Questions of one node, and the answers so far.
 
     Args:
-        send: sends a message to a node, which may be this one.
-        call_later: calls back after so many seconds.
+        here: this node.
+        outside: sends messages to other nodes.
+        handlers: of the questions and answers, which this node gives itself, too.
         patience: seconds for the answers.
     """
 
-    def __init__(
-        self,
-        send: Callable[[int, wire.PeerMessage], None],
-        call_later: Callable[[float, Callable[[], None]], object],
-        patience: float,
-    ) -> None:
-        self._send = send
-        self._call_later = call_later
+    def __init__(self, here: int, outside: Correspondence, handlers: Handlers, patience: float) -> None:
+        self._here = here
+        self._outside = outside
+        self._handlers = handlers
         self._patience = patience
         self._asked: dict[int, _Asked[Answer]] = {}
         self._serial = 0
@@ -51,11 +50,18 @@ class Rounds(Generic[Answer]):
         serial = self._serial
         self._asked[serial] = _Asked(set(questions), then)
         if hurried:
-            self._call_later(self._patience, lambda: self._finish(serial))
+            self._outside.call_later(self._patience, lambda: self._finish(serial))
         for node, question in questions.items():
-            self._send(node, question(serial))
+            self.send(node, question(serial))
         if not questions:
             self._finish(serial)
+
+    def send(self, node: int, message: wire.PeerMessage) -> None:
+        """Sends a question or an answer to a node, which may be this one: then it is handled at once."""
+        if node == self._here:
+            self._handlers[type(message)](node, message)
+        else:
+            self._outside.to_node(node, message)
 
     def answered(self, node: int, serial: int, answer: Answer) -> None:
         """Takes in an answer; drops one that is too late, or to nothing that was asked."""

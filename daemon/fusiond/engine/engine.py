@@ -95,19 +95,13 @@ class Engine:
         )
         self.snapshots = Snapshots(context, self._plans, self.homes)
         self.codecs = CodecService(self.operations, self._plans, self.homes)
-        self._questions = Questions(context, os.getpid(), self._under_way)
+        self._questions = Questions(context, os.getpid(), self)
         self._coordination = Coordination(context, self._questions, self, epoch)
         self.exchanges = Exchanges(
             self.operations, self._plans, self.homes, self.codecs, self._coordination, self.progress, epoch
         )
         self._agreement = self.exchanges.agreement
-        self.messages = Messaging(
-            context,
-            self._work,
-            lambda: self.exchanges.starter.limits(wire.Tuning()),
-            lambda: self.operations.failure,
-            self._questions.whereabouts,
-        )
+        self.messages = Messaging(self.operations, self.exchanges.starter, self._questions)
         self._sections: tuple[Section, ...] = (self.exchanges, self.homes, self.messages)
         self._proposals = Proposals(
             self.operations, self._coordination, self.codecs, self.homes, self._plans, self.snapshots
@@ -364,7 +358,7 @@ class Engine:
         """Asks all nodes who waits for whom; `everyone`: and where also those are that nobody waits for."""
         self._questions.survey(everyone, then)
 
-    def _under_way(self, key: OpKey | None) -> list[wire.Waiting]:
+    def under_way(self, key: OpKey | None) -> list[wire.Waiting]:
         """Returns what waits here; only what has this key, if there is one."""
         messages = self.messages.reports.under_way()
         return [*self._stalls.under_way(key), *(one for one in messages if key in (None, one.key))]

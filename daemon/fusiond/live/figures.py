@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
-from fusiond.core.dispatch import Handlers, send_anywhere
+from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Correspondence
 from fusiond.core.queries import Rounds
 
 PATIENCE = 2.0  # seconds for an answer: whoever looks on wants to see the others meanwhile
+
+
+class Figured(Protocol):
+    """The daemon of this node, as far as it has figures."""
+
+    def figures(self, serial: int) -> wire.Figures:
+        """Returns the present figures of this node, under a serial number."""
 
 
 class Gathering:
@@ -22,23 +30,14 @@ class Gathering:
 
     Args:
         topology, node: who is where, and which node this is.
-        here: tells this node's figures, under a serial number.
-        to_node: sends a message to another node.
-        call_later: calls back after so many seconds.
+        here: has this node's figures.
+        outside: sends messages to other nodes.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        node: int,
-        here: Callable[[int], wire.Figures],
-        to_node: Callable[[int, wire.PeerMessage], None],
-        call_later: Callable[[float, Callable[[], None]], object],
-    ) -> None:
+    def __init__(self, topology: Topology, node: int, here: Figured, outside: Correspondence) -> None:
         self._topology = topology
         self._here = here
-        self._send = send_anywhere(node, to_node, self.handlers())
-        self._rounds: Rounds[wire.Figures] = Rounds(self._send, call_later, PATIENCE)
+        self._rounds: Rounds[wire.Figures] = Rounds(node, outside, self.handlers(), PATIENCE)
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the nodes' questions and answers."""
@@ -50,7 +49,7 @@ class Gathering:
         self._rounds.ask(dict.fromkeys(nodes, wire.FiguresRequest), then)
 
     def _asked(self, node: int, request: wire.FiguresRequest) -> None:
-        self._send(node, self._here(request.serial))
+        self._rounds.send(node, self._here.figures(request.serial))
 
     def _answered(self, node: int, figures: wire.Figures) -> None:
         local = set(self._topology.ranks[node])

@@ -5,11 +5,25 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
 from fusion_rt.kernels.ordinary import Operand
 from fusion_rt.wire import OpKey
+
+
+class CallOwner(Protocol):
+    """The messages of an engine, as the parts that deal with them see it."""
+
+    def sent(self, call: SendCall) -> None:
+        """The memory of a send may be used again."""
+
+    def whole(self, message: Message) -> None:
+        """All chunks of a message have come."""
+
+    def fail_call(self, call: Call, error: str) -> None:
+        """A send or receive fails, and so does the one that it is paired with."""
 
 
 @dataclass(slots=True, eq=False)

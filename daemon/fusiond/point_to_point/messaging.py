@@ -12,7 +12,7 @@ A message that is longer than the receive which takes it fails both. One that is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import cast
 
@@ -25,13 +25,15 @@ from fusion_rt.kernels.ordinary import Operand, Remote, are_here
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import ANYBODY, OpKey
 from fusiond.collectives.base import split_jobs
+from fusiond.control.questions import Questions
 from fusiond.core.contribution import Array
 from fusiond.core.deadlines import Deadlines
 from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
 from fusiond.core.tracing import Job
-from fusiond.operations.context import Context
-from fusiond.operations.thread_work import PLAIN_WORK, ThreadWork
+from fusiond.operations.operation import NodeOperations
+from fusiond.operations.starter import Starter
+from fusiond.operations.thread_work import PLAIN_WORK
 from fusiond.point_to_point.answers import Answers
 from fusiond.point_to_point.calls import Call, Message, ReceiveCall, SendCall
 from fusiond.point_to_point.limits import ANNOUNCED, Limits
@@ -47,37 +49,28 @@ class Messaging:
     """The messages of one engine.
 
     Args:
-        context, work: the engine's.
-        limits: returns the bytes of the largest chunk, and those that may be under way to a peer.
-        failure: returns why the job cannot go on; empty if it can.
-        whereabouts: tells where ranks are, as lines to go after a sentence.
+        operations, starter, questions: the engine's. The starter knows how large chunks are.
 
     Attributes:
         completed: receives that are complete here; `completed_bytes`: what they got.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        work: ThreadWork,
-        limits: Callable[[], tuple[int, int]],
-        failure: Callable[[], str],
-        whereabouts: Callable[[Iterable[int], Callable[[str], None]], None],
-    ) -> None:
+    def __init__(self, operations: NodeOperations, starter: Starter, questions: Questions) -> None:
+        context = operations.context
         self.completed = 0
         self.completed_bytes = 0
         self._context = context
-        self._work = work
-        self._presence = Presence(context.topology, context.participants, failure)
+        self._work = operations.work
+        self._presence = Presence(operations)
         self._answers = Answers(context.outside, context.trace)
         self._local = frozenset(context.topology.ranks[context.node])
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}  # by group and rank
         self._sends: dict[OpKey, SendCall] = {}  # announced to other nodes
         self._messages: dict[OpKey, Message] = {}  # announced by other nodes
         self._limits = Limits()
-        self._transfers = Transfers(context, limits, self._sent, self._whole)
-        self._deadlines = Deadlines(context.outside.clock, context.outside.call_later, self._overdue)
-        self.reports = Reports(context, self._answers, self._fail, whereabouts)
+        self._transfers = Transfers(context, starter, self)
+        self._deadlines = Deadlines(context.outside, self)
+        self.reports = Reports(context, self._answers, self, questions)
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -222,7 +215,7 @@ class Messaging:
             message.into = np.empty(message.nbytes, np.uint8)
         self._transfers.receive(message, message.into)
 
-    def _whole(self, message: Message) -> None:
+    def whole(self, message: Message) -> None:
         """All chunks of a message have come."""
         call = message.receive
         assert call is not None
@@ -318,7 +311,7 @@ class Messaging:
         if self._sends.get(call.key) is not call:
             return
         if why := _why_not_copied(error):
-            self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
+            self.fail_call(call, f"{call.describe(self._context.topology)} failed: {why}")
         else:
             self._transfers.send(call, memory)
 
@@ -344,9 +337,9 @@ class Messaging:
             self.completed_bytes += message.nbytes
         call.message = None  # no circle: memory of workers is free as soon as nobody uses it
         if message.send is not None:
-            self._sent(message.send)
+            self.sent(message.send)
 
-    def _sent(self, call: SendCall) -> None:
+    def sent(self, call: SendCall) -> None:
         """The memory of a send may be used again."""
         self._sends.pop(call.key, None)
         self._settle(call)
@@ -370,7 +363,7 @@ class Messaging:
             self._settle(call)
         self._answers.fail(call, error)
 
-    def _fail(self, call: Call, error: str) -> None:
+    def fail_call(self, call: Call, error: str) -> None:
         """A send or receive fails, and so does what it is paired with."""
         if call.message is not None:
             self._break(call.message, error)
@@ -406,11 +399,11 @@ class Messaging:
             if message.data is not None:
                 self._taken(message)
 
-    def _overdue(self, now: float) -> float:
+    def end_overdue(self, now: float) -> float:
         """Ends what is due; returns when the next one is."""
         for call in self._answers:
             if call.until <= now:
-                self._fail(call, self.reports.explain(call, call.until - call.since))
+                self.fail_call(call, self.reports.explain(call, call.until - call.since))
         return min((call.until for call in self._answers if call.until > now), default=math.inf)
 
     # --- membership ---------------------------------------------------------------------------------------------------
@@ -431,7 +424,7 @@ class Messaging:
             if not why and call.message is None and isinstance(call, ReceiveCall):
                 why = self._presence.why_nothing_comes(call)
             if why:
-                self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
+                self.fail_call(call, f"{call.describe(self._context.topology)} failed: {why}")
         for (_, owner), mailbox in self._mailboxes.items():
             if owner in gone:
                 self._empty(mailbox, self._presence.why_gone(owner))
@@ -446,7 +439,7 @@ class Messaging:
         why = f"{self._context.topology.describe([rank])} has closed the group"
         for call in self._answers:
             if (call.group, call.rank) == (group, rank):
-                self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
+                self.fail_call(call, f"{call.describe(self._context.topology)} failed: {why}")
         mailbox = self._mailboxes.get((group, rank))
         if mailbox is not None:
             self._empty(mailbox, why)
@@ -459,7 +452,7 @@ class Messaging:
     def end(self, error: str) -> None:
         """Fails everything under way with this sentence."""
         for call in self._answers:
-            self._fail(call, f"{call.describe(self._context.topology)} failed: {error}")
+            self.fail_call(call, f"{call.describe(self._context.topology)} failed: {error}")
 
     def fail(self, error: str) -> None:
         """Forgets everything under way: the job cannot go on, for this reason."""

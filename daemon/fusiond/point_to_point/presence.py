@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from fusion_rt.core.topology import Topology
 from fusion_rt.wire import ANYBODY
-from fusiond.core.participants import Participants
+from fusiond.operations.operation import NodeOperations
 from fusiond.point_to_point.calls import ReceiveCall
 
 
@@ -14,21 +11,21 @@ class Presence:
     """The ranks that are there, as one engine sees them.
 
     Args:
-        failure: returns why the job cannot go on; empty if it can.
+        operations: the engine's.
     """
 
-    def __init__(self, topology: Topology, participants: Participants, failure: Callable[[], str]) -> None:
-        self._topology = topology
-        self._participants = participants
-        self._failure = failure
+    def __init__(self, operations: NodeOperations) -> None:
+        self._topology = operations.context.topology
+        self._participants = operations.context.participants
+        self._operations = operations
 
     def why_not(self, rank: int, group: int, other: int, sends: bool) -> str:
         """Returns why a rank can send nothing to another one of a group, or receive nothing from it; empty if it can.
 
         What another one has sent before it closed the group may still be received.
         """
-        if failure := self._failure():
-            return failure
+        if self._operations.failure:
+            return self._operations.failure
         opened = self._participants.groups.get(group)
         if group not in self._participants:
             return f"there is no group {group}" if opened is None else f"group {opened.key!r} has been closed"

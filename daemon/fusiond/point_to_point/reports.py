@@ -4,14 +4,14 @@ long."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 
 from fusion_rt import wire
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import ANYBODY, OpKey
+from fusiond.control.questions import Questions
 from fusiond.operations.context import Context
 from fusiond.point_to_point.answers import Answers
-from fusiond.point_to_point.calls import Call, ReceiveCall
+from fusiond.point_to_point.calls import Call, CallOwner, ReceiveCall
 
 _SHOWN = 8  # in a warning
 
@@ -21,21 +21,15 @@ class Reports:
 
     Args:
         calls: those that have not been answered.
-        fail: ends one with a sentence.
-        whereabouts: tells where ranks are, as lines to go after a sentence.
+        owner: ends them.
+        questions: find out where ranks are.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        calls: Answers,
-        fail: Callable[[Call, str], None],
-        whereabouts: Callable[[Iterable[int], Callable[[str], None]], None],
-    ) -> None:
+    def __init__(self, context: Context, calls: Answers, owner: CallOwner, questions: Questions) -> None:
         self._context = context
         self._calls = calls
-        self._fail = fail
-        self._whereabouts = whereabouts
+        self._owner = owner
+        self._questions = questions
 
     def tick(self) -> None:
         """Time has passed: warns of what waits long, and ends what has waited as long as any operation may."""
@@ -44,7 +38,7 @@ class Reports:
         for call in self._calls:
             waited = now - call.since
             if waited > settings.operation_timeout and call.until == math.inf:
-                self._fail(call, self.explain(call, waited))
+                self._owner.fail_call(call, self.explain(call, waited))
             elif waited > settings.stall_warning_time and not call.warned:
                 call.warned = True
                 late.append(call)
@@ -56,7 +50,7 @@ class Reports:
         if late[_SHOWN:]:
             text += f"; and {len(late) - _SHOWN} more sends and receives wait"
         ranks = {rank for call in late for rank in self._awaited(call)}
-        self._whereabouts(ranks, lambda where: self._context.outside.warn(text + where))
+        self._questions.whereabouts(ranks, lambda where: self._context.outside.warn(text + where))
 
     def explain(self, call: Call, waited: float) -> str:
         """Returns a sentence about what waits; `waited`: seconds."""

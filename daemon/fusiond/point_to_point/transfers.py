@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,8 @@ from fusion_rt.wire import OpKey
 from fusiond.core.assembly import BytesInPieces
 from fusiond.core.contribution import Array
 from fusiond.operations.context import Context
-from fusiond.point_to_point.calls import Message, SendCall
+from fusiond.operations.starter import Starter
+from fusiond.point_to_point.calls import CallOwner, Message, SendCall
 from fusiond.transport.flow_control import FlowPort
 
 _SOURCE, _TARGET = range(2)  # positions
@@ -34,26 +34,18 @@ class Transfers:
 
     Args:
         context: the engine's.
-        limits: returns the bytes of the largest chunk, and those that may be under way to a peer.
-        sent: called with a send when its memory may be used again.
-        received: called with a message that is whole.
+        starter: knows how large chunks are.
+        owner: is told of what has moved.
 
     Attributes:
         dropped: chunks that came for messages that had been given up, or never were.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        limits: Callable[[], tuple[int, int]],
-        sent: Callable[[SendCall], None],
-        received: Callable[[Message], None],
-    ) -> None:
+    def __init__(self, context: Context, starter: Starter, owner: CallOwner) -> None:
         self.dropped = 0
         self._context = context
-        self._limits = limits
-        self._sent = sent
-        self._received = received
+        self._starter = starter
+        self._owner = owner
         self._outgoing: dict[OpKey, tuple[SendCall, FlowPort]] = {}
         self._incoming: dict[OpKey, _Incoming] = {}
 
@@ -69,12 +61,12 @@ class Transfers:
 
     def _end_if_over(self, call: SendCall, port: FlowPort) -> None:
         if port.is_over and self._outgoing.pop(call.key, None) is not None:
-            self._sent(call)
+            self._owner.sent(call)
 
     def receive(self, message: Message, memory: Array) -> None:
         """Takes a message's chunks into this memory (uint8), as long as the message, from now on."""
         if not message.nbytes:
-            self._received(message)
+            self._owner.whole(message)
             return
         port = self._port(message.key, (message.node, self._context.node))
         self._incoming[message.key] = _Incoming(message, BytesInPieces(message.key.in_words, len(memory)), memory, port)
@@ -108,7 +100,7 @@ class Transfers:
         if is_whole:
             del self._incoming[chunk.key]
             found.port.finish()
-            self._received(found.message)
+            self._owner.whole(found.message)
 
     def credit(self, node: int, credit: wire.MessageCredit) -> None:
         """A node has taken chunks."""
@@ -120,4 +112,7 @@ class Transfers:
 
     def _port(self, key: OpKey, nodes: tuple[int, int]) -> FlowPort:
         context = self._context
-        return FlowPort(key, 0, nodes, context.node, *self._limits(), context.outside, context.trace, wire.MessageChunk)
+        chunk_bytes, window_bytes = self._starter.limits(wire.Tuning())
+        return FlowPort(
+            key, 0, nodes, context.node, chunk_bytes, window_bytes, context.outside, context.trace, wire.MessageChunk
+        )

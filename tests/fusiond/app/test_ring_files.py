@@ -18,6 +18,21 @@ from fusiond.app.ring_files import RingFiles
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 
 
+class Place:
+    """One node's way to the other one."""
+
+    def __init__(self, pair: Pair, node: int) -> None:
+        self._pair, self._node = pair, node
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        if node not in self._pair.silent:
+            decoded = wire.decode_peer_message(wire.encode(message))
+            self._pair.nodes[node].handlers()[type(decoded)](self._node, decoded)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._pair.late.append(callback)
+
+
 class Pair:
     """Two nodes whose messages are encoded, decoded and delivered at once; `silent` ones get none."""
 
@@ -30,15 +45,7 @@ class Pair:
         self.nodes = [self._make(node) for node in range(2)]
 
     def _make(self, node: int) -> RingFiles:
-        def to_node(target: int, message: wire.PeerMessage) -> None:
-            if target not in self.silent:
-                decoded = wire.decode_peer_message(wire.encode(message))
-                self.nodes[target].handlers()[type(decoded)](node, decoded)
-
-        def call_later(seconds: float, callback: Callable[[], None]) -> None:
-            self.late.append(callback)
-
-        return RingFiles(str(self.directories[node]), TOPOLOGY, node, to_node, call_later)
+        return RingFiles(str(self.directories[node]), TOPOLOGY, node, Place(self, node))
 
     def told(self, ask: Callable[[Callable[[dict[str, Any]], None]], None]) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []

@@ -30,9 +30,13 @@ class KeptQuestions:
         self._sent: Outgoing = []
 
     def coordinator(self, participants: Participants, settings: Settings) -> Coordinator:
-        return Coordinator(
-            participants, settings, cast(Questions, self), self.warnings.append, lambda out: self._sent.extend(out)
-        )
+        return Coordinator(participants, settings, cast(Questions, self), self)
+
+    def send(self, messages: Outgoing) -> None:
+        self._sent += messages
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
     def waiting(
         self,

@@ -153,5 +153,10 @@ def test_more_than_has_room_is_counted() -> None:
     context = Context(topology, 0, Settings(), job.nodes[0], Participants(topology, 0))
     many = [wire.Waiting("operation", OpKey(0, 0, str(n), 0), "x", 1.0) for n in range(wire.MAX_WAITING + 3)]
     told: list[dict[int, wire.WaitingHere]] = []
-    Questions(context, 1, lambda key: many).waiting(told.append)
+
+    class Engine:
+        def under_way(self, key: OpKey | None) -> list[wire.Waiting]:
+            return many
+
+    Questions(context, 1, Engine()).waiting(told.append)
     assert (len(told[0][0].waiting), told[0][0].more) == (wire.MAX_WAITING, 3)

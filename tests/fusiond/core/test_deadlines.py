@@ -20,6 +20,9 @@ class Clock:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self.made = 0
 
+    def clock(self) -> float:
+        return self.now
+
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         self.made += 1
         heapq.heappush(self._timers, (self.now + seconds, self.made, callback))
@@ -38,13 +41,13 @@ class Things:
         self.clock = Clock()
         self.due: list[float] = []
         self.ended: list[tuple[float, float]] = []
-        self.deadlines = Deadlines(lambda: self.clock.now, self.clock.call_later, self.end)
+        self.deadlines = Deadlines(self.clock, self)
 
     def add(self, seconds: float) -> None:
         self.due.append(self.clock.now + seconds)
         self.deadlines.add(self.due[-1])
 
-    def end(self, now: float) -> float:
+    def end_overdue(self, now: float) -> float:
         self.ended += [(due, self.clock.now) for due in self.due if due <= now]
         self.due = [due for due in self.due if due > now]
         return min(self.due, default=math.inf)

@@ -10,6 +10,25 @@ from fusiond.live.figures import PATIENCE, Gathering, document, fitting
 from tests.fusiond.live.looks import TOPOLOGY, link, rank, told
 
 
+class Place:
+    """One node: its figures, and its way to the other one."""
+
+    def __init__(self, nodes: Nodes, node: int) -> None:
+        self._nodes, self._node = nodes, node
+
+    def figures(self, serial: int) -> wire.Figures:
+        here = self._nodes.here[self._node]
+        return wire.Figures(serial, *(getattr(here, name) for name in wire.Figures.__struct_fields__[1:]))
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        if node not in self._nodes.deaf:
+            decoded = wire.decode_peer_message(wire.encode(message))
+            self._nodes.nodes[node].handlers()[type(decoded)](self._node, decoded)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._nodes.late.append((seconds, callback))
+
+
 class Nodes:
     """Two of them, and the messages between them; `here`: their figures."""
 
@@ -20,20 +39,8 @@ class Nodes:
         self.nodes = {node: self._make(node) for node in self.here}
 
     def _make(self, node: int) -> Gathering:
-        def to_node(target: int, message: wire.PeerMessage) -> None:
-            if target not in self.deaf:
-                decoded = wire.decode_peer_message(wire.encode(message))
-                self.nodes[target].handlers()[type(decoded)](node, decoded)
-
-        def here(serial: int) -> wire.Figures:
-            return wire.Figures(
-                serial, *(getattr(self.here[node], name) for name in wire.Figures.__struct_fields__[1:])
-            )
-
-        def call_later(seconds: float, callback: Callable[[], None]) -> None:
-            self.late.append((seconds, callback))
-
-        return Gathering(TOPOLOGY, node, here, to_node, call_later)
+        place = Place(self, node)
+        return Gathering(TOPOLOGY, node, place, place)
 
     def ask(self, node: int, without: frozenset[int] = frozenset()) -> list[dict[int, wire.Figures]]:
         answers: list[dict[int, wire.Figures]] = []
