@@ -37,7 +37,7 @@ _FAILED = (
 )
 
 
-class Request(msgspec.Struct, frozen=True):
+class RunRequest(msgspec.Struct, frozen=True):
     """The request to the launcher, one line on its standard input, before the function.
 
     Attributes:
@@ -51,7 +51,7 @@ class Request(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RunAnswer(msgspec.Struct, frozen=True):
     """The answer of the launcher, one line before the results.
 
     Attributes:
@@ -172,9 +172,9 @@ def pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return pickle.dumps((sys.path, call))
 
 
-def _launch(arguments: Sequence[str], function: bytes) -> tuple[Answer, list[bytes]]:
+def _launch(arguments: Sequence[str], function: bytes) -> tuple[RunAnswer, list[bytes]]:
     """Runs the launcher to its end; returns its answer, and the pickled results by rank."""
-    request = Request(tuple(arguments), os.fsencode(os.getcwd()), len(function))
+    request = RunRequest(tuple(arguments), os.fsencode(os.getcwd()), len(function))
     answers, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -201,7 +201,7 @@ def _launch(arguments: Sequence[str], function: bytes) -> tuple[Answer, list[byt
             raise
         finally:
             process.stdin.close()  # open until now: its end tells the launcher that this process is gone
-    return answer or Answer(failed=f"the launcher ended with status {process.returncode} without a result"), results
+    return answer or RunAnswer(failed=f"the launcher ended with status {process.returncode} without a result"), results
 
 
 def _send(stdin: IO[bytes], data: bytes) -> None:
@@ -211,12 +211,12 @@ def _send(stdin: IO[bytes], data: bytes) -> None:
             rest = rest[stdin.write(rest) :]
 
 
-def _receive(stream: IO[bytes]) -> tuple[Answer | None, list[bytes]]:
+def _receive(stream: IO[bytes]) -> tuple[RunAnswer | None, list[bytes]]:
     """Reads the answer, None if the launcher ended before it was complete, and the pickled results."""
     line = stream.readline()
     if not line:
         return None, []
-    answer = decode_line(line, Answer)
+    answer = decode_line(line, RunAnswer)
     results = [stream.read(size) for size in answer.sizes]
     return (answer if tuple(map(len, results)) == answer.sizes else None), results
 

@@ -102,7 +102,20 @@ def _scaled(text: str, suffixes: Mapping[str, float], bare: float | None, what: 
 
 
 def _parse_limit(text: str, bare: float) -> float:
+    """Parses a duration of which 0 is no limit, held as infinity."""
     return parse_seconds(text, bare) or math.inf
+
+
+def _write_limit(value: float, bare: float) -> str:
+    return "0" if math.isinf(value) else _write_number(value, bare)
+
+
+def _show_limit(value: float) -> str:
+    return "never" if math.isinf(value) else f"{value:g} s"
+
+
+def _show_switch(value: bool) -> str:
+    return "on" if value else "off"
 
 
 def _parse_switch(text: str, bare: float) -> bool:
@@ -132,6 +145,14 @@ def _parse_number(text: str, bare: float) -> float:
 def _write_number(value: float, bare: float) -> str:
     """Formats a number without a suffix, since other readers of Horovod's variables know none."""
     return f"{value / bare:.15g}"
+
+
+def _write_count(value: int, bare: float) -> str:
+    return str(int(value))
+
+
+def _write_short(value: float, bare: float) -> str:
+    return f"{value:g}"
 
 
 def _show_size(value: int) -> str:
@@ -178,16 +199,11 @@ def _same(text: str, bare: float = 1) -> str:
 
 
 BYTES = Unit("SIZE", parse_size, _write_number, _show_size)
-SECONDS = Unit("SECONDS", parse_seconds, _write_number, lambda value: f"{value:g} s")
-LIMIT = Unit(  # 0 is no limit, held as infinity
-    "SECONDS",
-    _parse_limit,
-    lambda value, bare: "0" if math.isinf(value) else _write_number(value, bare),
-    lambda value: "never" if math.isinf(value) else f"{value:g} s",
-)
-SWITCH = Unit("", _parse_switch, lambda value, bare: str(int(value)), lambda value: "on" if value else "off")
-COUNT = Unit("N", _parse_count, lambda value, bare: str(value), str)
-NUMBER = Unit("NUMBER", _parse_number, lambda value, bare: f"{value:g}", lambda value: f"{value:g}")
+SECONDS = Unit("SECONDS", parse_seconds, _write_number, "{:g} s".format)
+LIMIT = Unit("SECONDS", _parse_limit, _write_limit, _show_limit)
+SWITCH = Unit("", _parse_switch, _write_count, _show_switch)
+COUNT = Unit("N", _parse_count, _write_count, str)
+NUMBER = Unit("NUMBER", _parse_number, _write_short, "{:g}".format)
 PORTS = Unit("FIRST-LAST", _parse_ports, _write_ports, _write_ports)
 TEXT = Unit("TEXT", _same, _same, str)
 CODEC = Unit("CODEC", _parse_codec, _same, str)

@@ -18,7 +18,7 @@ import pytest
 
 import fusion_rt
 from fusion_rt.core.errors import JobError, SettingError
-from fusion_rt.run_function import Answer, Request
+from fusion_rt.run_function import RunAnswer, RunRequest
 from fusion_rt.runner.command.function_launcher import make_request_plan
 from tests.for_each import for_each
 
@@ -116,7 +116,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     ],
 )
 def test_the_launcher_refuses_what_fusionrun_refuses(words: list[str], sentence: str) -> None:
-    request = Request((*words, "python"), os.fsencode(os.getcwd()), 1)
+    request = RunRequest((*words, "python"), os.fsencode(os.getcwd()), 1)
     with pytest.raises(SettingError, match=sentence):
         make_request_plan(request, b"x")
 
@@ -124,9 +124,9 @@ def test_the_launcher_refuses_what_fusionrun_refuses(words: list[str], sentence:
 def test_every_argument_becomes_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
 
-    def launch(arguments: list[str], function: bytes) -> tuple[Answer, list[bytes]]:
+    def launch(arguments: list[str], function: bytes) -> tuple[RunAnswer, list[bytes]]:
         seen.extend(arguments)
-        return Answer(), []
+        return RunAnswer(), []
 
     monkeypatch.setattr("fusion_rt.run_function._launch", launch)
     key = tmp_path / "key"
@@ -136,7 +136,7 @@ def test_every_argument_becomes_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_pa
         start_timeout=8, ssh_port=9, ssh_identity_file=str(key), disable_cache=True, output_filename="out", verbose=2,
         use_gloo=True, mpi_args="--tag-output", network_interfaces=["lo", "eth0"], executable="python3",
     )  # fmt: skip
-    plan = make_request_plan(Request(tuple(seen), os.fsencode(os.getcwd()), 1), b"x")
+    plan = make_request_plan(RunRequest(tuple(seen), os.fsencode(os.getcwd()), 1), b"x")
     assert plan.command[:2] == (b"python3", b"-c")
     assert plan.places.size == 2
     assert plan.settings.start_timeout == 8

@@ -25,17 +25,12 @@ KNOWN_MODULE_NAMES: set[str] = {
 KNOWN_CLASS_NAMES: set[str] = {
     "Assignment",
     "Bucket",
-    "Channel",
     "Found",
     "Group",
-    "Layer",
     "Memory",
     "Pending",
-    "Ping",
     "Place",
     "ProcessSet",
-    "Ready",
-    "Request",
     "State",
 }
 

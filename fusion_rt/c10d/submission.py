@@ -20,6 +20,7 @@ from fusion_rt import wire
 from fusion_rt.c10d.failing import CollectiveError, explained
 from fusion_rt.client import Operation
 from fusion_rt.client.adoption import Use
+from fusion_rt.client.channel import Completion
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
@@ -186,17 +187,14 @@ class Collective(Submission):
                 given = self._memory  # has to stay until the operation has ended
                 into = self._staged(here, _nbytes_of(outputs), ())
                 self._given = given
-            self.about = here.client.submit(
-                None,
+            self.about = here.client.submit_in_group(
                 signature,
                 inline=inline,
                 place=place,
                 splits=splits,
                 receives=receives,
                 into=into,
-                seconds=seconds,
-                release=self._ended,
-                keeps=(inputs, outputs),
+                completion=Completion(seconds, self._ended, (inputs, outputs)),
             ).about
         except BaseException as error:
             raise self._given_up(here, error) from None
@@ -233,9 +231,7 @@ class SentMessage(Submission):
                 inline=inline,
                 place=place,
                 nbytes=nbytes,
-                seconds=seconds,
-                release=self._ended,
-                keeps=tensor,
+                completion=Completion(seconds, self._ended, tensor),
             )
         except BaseException as error:
             raise self._given_up(here, error) from None
@@ -267,7 +263,7 @@ class AwaitedMessage(Submission):
             if nbytes > wire.MAX_INLINE and place is None:
                 place = self._staged(here, nbytes, ())
             self.about = here.client.messages.receive_from(
-                group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended, keeps=tensor
+                group, rank, tag, nbytes, place=place, completion=Completion(seconds, self._ended, tensor)
             ).about
         except BaseException as error:
             raise self._given_up(here, error) from None

@@ -29,6 +29,8 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Protocol
 
 from fusion_rt.core.errors import ArenaError
@@ -168,7 +170,7 @@ class Adoptions:
         if not self._adopted:
             return None
         with self._lock:
-            at = bisect.bisect_right(self._adopted, address, key=lambda each: each.address) - 1
+            at = bisect.bisect_right(self._adopted, address, key=attrgetter("address")) - 1
             if at < 0:
                 return None
             found = self._adopted[at]
@@ -245,7 +247,7 @@ class Adoptions:
                 address, nbytes, first, last, start, [(first, last, first - start)], number, segment.address,
                 descriptor, os.fstat(descriptor).st_ino, allocation, place,
             )  # fmt: skip
-            bisect.insort(self._adopted, made, key=lambda each: each.address)
+            bisect.insort(self._adopted, made, key=attrgetter("address"))
             if not _map(first, last - first, _SHARED, descriptor, first - start):
                 self._drop(made)
                 return False
@@ -465,6 +467,6 @@ def _after_fork(in_child: bool) -> None:
 
 os.register_at_fork(
     before=_before_fork,
-    after_in_parent=lambda: _after_fork(in_child=False),
-    after_in_child=lambda: _after_fork(in_child=True),
+    after_in_parent=partial(_after_fork, in_child=False),
+    after_in_child=partial(_after_fork, in_child=True),
 )

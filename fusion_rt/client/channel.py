@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fusion_rt import wire
 from fusion_rt.client import joining
@@ -73,6 +73,23 @@ class Operation:
 
     def __init__(self, handle: int, name: str, about: tuple[str, int, int]) -> None:
         self.handle, self.name, self.about = handle, name, about
+
+
+class Completion(NamedTuple):
+    """The time that an operation has, and its end.
+
+    Attributes:
+        seconds: after which it fails unless it has ended; 0: as long as any operation may wait.
+        release: see `Operation`.
+        keeps: owner of memory that is given by address, which the daemon reads and writes: kept until it has ended.
+    """
+
+    seconds: float = 0.0
+    release: Callable[[Operation], None] | None = None
+    keeps: object = None
+
+
+NO_LIMIT = Completion()
 
 
 class Awaited(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.client import joining
 from fusion_rt.client.adoption import Adoptions
-from fusion_rt.client.channel import Channel, Operation
+from fusion_rt.client.channel import NO_LIMIT, Channel, Completion, Operation
 from fusion_rt.client.messages import Messages, Where, placed
 from fusion_rt.client.operation_clocks import Clocks
 from fusion_rt.client.own_memory import OwnMemory
@@ -158,10 +158,6 @@ class Client:
         inline: bytes | None = None,
         place: Where | None = None,
         splits: tuple[int, ...] = (),
-        receives: tuple[int, ...] = (),
-        into: Where | None = None,
-        seconds: float = 0.0,
-        release: Callable[[Operation], None] | None = None,
         keeps: object = None,
     ) -> Operation:
         """Submits one operation on a tensor that is `inline` or lies at `place`.
@@ -169,7 +165,7 @@ class Client:
         Places are (segment id, offset) in the arena, or an address that `own_memory` gave.
 
         An operation without a name is paired with those of other ranks by order, whatever its kind; several may be
-        under way. In a group (`open_group`) no operation has a name; several threads may submit in different groups.
+        under way. Operations of groups are for `submit_in_group`.
 
         Args:
             name: pairs it with those of the other ranks.
@@ -177,24 +173,17 @@ class Client:
             inline: the tensor's bytes, at most `wire.MAX_INLINE`. A rank that only receives gives no tensor.
             place: where the tensor lies.
             splits: of an alltoall: rows for each rank.
-            receives: in a group. Of an alltoall: rows from each rank. Of an allgather: the rows of each rank's tensor;
-                of a reducescatter: those of each rank's result; the same on all ranks, and empty where all are equal.
-            into: in a group: where the result goes.
-            seconds: in a group: time after which it fails, unless it has ended; 0: it has as long as any may wait.
-            release: see `Operation`; for one without a name.
             keeps: owner of memory that is given by address, which the daemon reads and writes: kept until it has ended.
 
         Raises:
             HorovodInternalError: the job has failed.
             ValueError: an operation of this name is still under way here.
-            FusionError: the name comes again after very many others (`Clocks`), or there is no such group.
+            FusionError: the name comes again after very many others (`Clocks`).
         """
         if self.watch is not None:
             self.watch(signature.kind)
         process_set = signature.process_set
-        if wire.is_group(process_set):
-            return self._submit_in_group(signature, inline, place, splits, receives, into, seconds, release, keeps)
-        unnamed = name is None
+        is_named = name is not None
         if name is None:
             name = signature.kind + wire.UNNAMED
         identity = (process_set, name)
@@ -211,26 +200,40 @@ class Client:
         submit = wire.Submit(operation.handle, name, clock, signature, placed(place), inline, splits)
         message = wire.encode(submit)
         self.channel.clocks.count_named(process_set, name)
-        if unnamed:
-            operation.release = release
-        else:
+        if is_named:
             self._in_flight.add(identity)
             operation.release = lambda _: self._in_flight.discard(identity)
         self._sent(operation, name, clock, _nbytes_of(signature) if inline is None else len(inline), message)
         return operation
 
-    def _submit_in_group(
+    def submit_in_group(
         self,
         signature: wire.Signature,
-        inline: bytes | None,
-        place: Where | None,
-        splits: tuple[int, ...],
-        receives: tuple[int, ...],
-        into: Where | None,
-        seconds: float,
-        release: Callable[[Operation], None] | None,
-        keeps: object,
+        *,
+        inline: bytes | None = None,
+        place: Where | None = None,
+        splits: tuple[int, ...] = (),
+        receives: tuple[int, ...] = (),
+        into: Where | None = None,
+        completion: Completion = NO_LIMIT,
     ) -> Operation:
+        """Submits one operation of a group (`open_group`): paired by order, and without a name. Several threads may
+        submit in different groups.
+
+        Args:
+            signature, inline, place: as for `submit`; its process set is the group.
+            splits: of an alltoall: rows for each rank.
+            receives: of an alltoall: rows from each rank. Of an allgather: the rows of each rank's tensor; of a
+                reducescatter: those of each rank's result; the same on all ranks, and empty where all are equal.
+            into: where the result goes.
+            completion: its time, and its end.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+            FusionError: there is no such group.
+        """
+        if self.watch is not None:
+            self.watch(signature.kind)
         key = self._groups.get(signature.process_set)
         if key is None:
             raise FusionError(f"rank {self.rank} has not opened group {signature.process_set}, or has closed it")
@@ -238,9 +241,11 @@ class Client:
             signature, receives = _with_rows(signature, receives), ()
         clock = self.channel.clocks.count_in_group(signature.process_set)
         operation = self.channel.begin(key)
-        operation.release, operation.keeps = release, keeps
+        operation.release, operation.keeps = completion.release, completion.keeps
         where, target = placed(place), placed(into)
-        submit = wire.Submit(operation.handle, key, clock, signature, where, inline, splits, receives, target, seconds)
+        submit = wire.Submit(
+            operation.handle, key, clock, signature, where, inline, splits, receives, target, completion.seconds
+        )
         nbytes = _nbytes_of(signature) if inline is None else len(inline)
         self._sent(operation, key, clock, nbytes, wire.encode(submit))
         return operation

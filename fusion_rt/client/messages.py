@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from fusion_rt import wire
-from fusion_rt.client.channel import Channel, Operation
+from fusion_rt.client.channel import NO_LIMIT, Channel, Completion, Operation
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.tracing.format import Flush, Kind
 
@@ -46,9 +46,7 @@ class Messages:
         inline: bytes | None = None,
         place: Where | None = None,
         nbytes: int = 0,
-        seconds: float = 0.0,
-        release: Callable[[Operation], None] | None = None,
-        keeps: object = None,
+        completion: Completion = NO_LIMIT,
     ) -> Operation:
         """Sends a message to one rank of a group, which has to receive it with `receive_from`.
 
@@ -61,9 +59,8 @@ class Messages:
             tag: 0 or more; only a receive with the same tag takes it.
             inline: the message, at most `wire.MAX_INLINE` bytes.
             place: else the place of its `nbytes` bytes, in the arena or in this process's own memory.
-            seconds: after which it fails unless it was received; 0: as long as any operation may wait.
-            release: see `Operation`; not called where the operation has ended when this returns.
-            keeps: see `submit`.
+            completion: the time in which it has to be received, and its end, which is not told where the operation has
+                ended when this returns.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -78,15 +75,17 @@ class Messages:
             operation.done = True
         else:
             operation = self._channel.begin(name)
-            operation.release = release
-            operation.keeps = keeps
+            operation.release = completion.release
+            operation.keeps = completion.keeps
             if inline is not None:
                 self._answered = operation
         clock = self._number(group, name)
         operation.about = (name, clock, 0)
         nbytes = nbytes if inline is None else len(inline)
         self._channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
-        self._send(wire.SendTo(operation.handle, group, rank, tag, clock, nbytes, placed(place), inline, seconds))
+        self._send(
+            wire.SendTo(operation.handle, group, rank, tag, clock, nbytes, placed(place), inline, completion.seconds)
+        )
         if operation.done:
             self._channel.trace.record(_DONE, name, 0, clock)
         return operation
@@ -99,9 +98,7 @@ class Messages:
         nbytes: int,
         *,
         place: Where | None = None,
-        seconds: float = 0.0,
-        release: Callable[[Operation], None] | None = None,
-        keeps: object = None,
+        completion: Completion = NO_LIMIT,
     ) -> Operation:
         """Receives a message of at most `nbytes` bytes: the first with this tag that no other receive has taken.
 
@@ -113,9 +110,7 @@ class Messages:
             tag: of the message.
             place: where it goes, in the arena or in this process's own memory; None: it is the operation's `inline`,
                 and is not longer than `wire.MAX_INLINE`.
-            seconds: after which it fails unless the message is there; 0: as long as any operation may wait.
-            release: see `Operation`.
-            keeps: see `submit`.
+            completion: the time in which the message has to be there, and its end.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -125,12 +120,14 @@ class Messages:
         self._not_myself(source)
         name = f"message to {self._rank}" if rank is None else f"message {rank} to {self._rank}"
         operation = self._channel.begin(name)
-        operation.release = release
-        operation.keeps = keeps
+        operation.release = completion.release
+        operation.keeps = completion.keeps
         clock = self._number(group, name)
         operation.about = (name, clock, 0)
         self._channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
-        self._send(wire.ReceiveFrom(operation.handle, group, source, tag, clock, nbytes, placed(place), seconds))
+        self._send(
+            wire.ReceiveFrom(operation.handle, group, source, tag, clock, nbytes, placed(place), completion.seconds)
+        )
         return operation
 
     def _number(self, group: int, name: str) -> int:

@@ -280,11 +280,15 @@ def _sums_to_one(weights: NDArray[np.float64], axis: int) -> bool:
     return bool(np.all(np.abs(weights.sum(axis=axis) - 1) <= TOLERANCE))
 
 
-def _equal(ranks: int, senders: Callable[[int], Iterable[int]]) -> tuple[Row, ...]:
-    """Returns rows in which a rank takes the same weight from itself and each of its senders (numbers modulo ranks)."""
-    rows = []
-    for rank in range(ranks):
-        taken = sorted({rank, *(sender % ranks for sender in senders(rank))})
+def _equal(senders: Iterable[Iterable[int]]) -> tuple[Row, ...]:
+    """Returns rows in which a rank takes the same weight from itself and each of its senders.
+
+    Args:
+        senders: of each rank; numbers are modulo ranks.
+    """
+    rows, of_ranks = [], [tuple(each) for each in senders]
+    for rank, others in enumerate(of_ranks):
+        taken = sorted({rank, *(sender % len(of_ranks) for sender in others)})
         rows.append(tuple((sender, 1 / len(taken)) for sender in taken))
     return tuple(rows)
 
@@ -303,7 +307,7 @@ _Built = tuple[tuple[tuple[Row, ...], ...], str]  # rows for each clock, and the
 
 
 def _ring(ranks: int) -> _Built:
-    return (_equal(ranks, lambda rank: (rank - 1, rank + 1)),), ""
+    return (_equal((rank - 1, rank + 1) for rank in range(ranks)),), ""
 
 
 def _torus(ranks: int) -> _Built:
@@ -322,7 +326,7 @@ def _torus(ranks: int) -> _Built:
     around = {
         at(y, x): (at(y - 1, x), at(y + 1, x), at(y, x - 1), at(y, x + 1)) for y in range(height) for x in range(width)
     }
-    return (_equal(ranks, around.__getitem__),), f"The torus has {height} rows of {width} ranks."
+    return (_equal(around[rank] for rank in range(ranks)),), f"The torus has {height} rows of {width} ranks."
 
 
 def _hops(ranks: int) -> list[int]:
@@ -332,18 +336,18 @@ def _hops(ranks: int) -> list[int]:
 
 def _exponential(ranks: int) -> _Built:
     hops = _hops(ranks)
-    return (_equal(ranks, lambda rank: (rank - hop for hop in hops)),), ""
+    return (_equal([rank - hop for hop in hops] for rank in range(ranks)),), ""
 
 
 def _one_peer_exponential(ranks: int) -> _Built:
-    rows = tuple(_equal(ranks, lambda rank, hop=hop: (rank - hop,)) for hop in _hops(ranks))  # type: ignore[misc]
+    rows = tuple(_equal([rank - hop] for rank in range(ranks)) for hop in _hops(ranks))
     if ranks & (ranks - 1) == 0:
         return rows, f"It averages exactly every {len(rows)} steps."
     return rows, f"It never averages exactly, since {ranks} is no power of two: 'exponential' may suit better."
 
 
 def _complete(ranks: int) -> _Built:
-    return (_equal(ranks, lambda rank: range(ranks)),), ""
+    return (_equal([range(ranks)] * ranks),), ""
 
 
 def _bipartite(ranks: int) -> _Built:
@@ -364,7 +368,8 @@ def _hypercube(ranks: int) -> _Built:
             f"a hypercube has 2, 4, 8, ... ranks, not {ranks}; use 'exponential', which comes to agree as fast"
         )
     hops = _hops(ranks)
-    return (_equal(ranks, lambda rank: (rank ^ hop for hop in hops)),), f"The hypercube has {len(hops)} dimensions."
+    rows = _equal([rank ^ hop for hop in hops] for rank in range(ranks))
+    return (rows,), f"The hypercube has {len(hops)} dimensions."
 
 
 def _random_pairs(ranks: int) -> _Built:
@@ -376,7 +381,7 @@ def _random_pairs(ranks: int) -> _Built:
         partner = {rank: rank for rank in order}
         for one, other in zip(order[::2], order[1::2], strict=False):
             partner[one], partner[other] = other, one
-        rows.append(_equal(ranks, lambda rank, partner=partner: (partner[rank],)))  # type: ignore[misc]
+        rows.append(_equal([partner[rank]] for rank in range(ranks)))
     return tuple(rows), "One rank has no partner at each clock." if ranks % 2 else ""
 
 

@@ -30,7 +30,7 @@ _STRANGERS_OF_HOST, _STRANGERS = 32, 128  # connections at a time, besides those
 _log = logging.getLogger("fusion_rt")
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """A request of a client. `headers`: by name in small letters."""
 
     method: str
@@ -100,7 +100,7 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        answer: Callable[[Request], bytes],
+        answer: Callable[[HttpRequest], bytes],
         seconds: float,
         most_body: int = 0,
         expected: int = 0,
@@ -209,7 +209,8 @@ class Server:
         connection.data = b""
         asked = re.fullmatch(r"([A-Z]{1,10}) (/[!-~]{0,2000}) HTTP/1\.[01]", start)
         try:
-            answer = self._answer(Request(asked[1], asked[2], headers, body)) if asked else response("400 Bad Request")
+            request = HttpRequest(asked[1], asked[2], headers, body) if asked else None
+            answer = self._answer(request) if request is not None else response("400 Bad Request")
         except Exception:
             _log.exception("web: a page failed")
             answer = b""

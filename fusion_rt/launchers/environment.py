@@ -17,7 +17,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.meeting import PORTS_OF_A_MEETING, Address, Meeting, addresses_of, hosts_of_uri, identity
@@ -144,16 +144,8 @@ def _from_horovodrun(environ: Mapping[str, str]) -> Environment:
         raise FusionError("horovodrun has put FUSION_JOB_SECRET on command lines that all users of the hosts can read; "
                           "keep another secret in a file, and name that with FUSION_JOB_SECRET_FILE")  # fmt: skip
     name = environ["HOROVOD_HOSTNAME"]
-    return _meeting_environment(
-        environ,
-        "horovodrun",
-        (rank, size, local_rank),
-        ((host, port),),
-        "fusion_rt",
-        name,
-        kind="horovodrun",
-        host=name,
-    )
+    meeting = _meeting(environ, ((host, port),), "fusion_rt", name, "horovodrun", name)
+    return Environment(rank, size, local_rank, "horovodrun", meeting=meeting)
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Environment:
@@ -168,15 +160,9 @@ def _from_torchrun(environ: Mapping[str, str]) -> Environment:
         return Environment(rank, size, local_rank, identity("torchrun", agent, *values))
     place = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-    return _meeting_environment(
-        environ,
-        "torchrun",
-        (rank, size, local_rank),
-        (place,),
-        identity("torchrun", *values),
-        environ.get("GROUP_RANK", ""),
-        kind="torchrun" if served else "rank0",
-    )
+    kind = "torchrun" if served else "rank0"
+    meeting = _meeting(environ, (place,), identity("torchrun", *values), environ.get("GROUP_RANK", ""), kind)
+    return Environment(rank, size, local_rank, "torchrun", meeting=meeting)
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> Environment:
@@ -190,15 +176,11 @@ def _from_open_mpi(environ: Mapping[str, str]) -> Environment:
     mpirun = environ.get("OMPI_MCA_orte_hnp_uri", "")
     others = hosts_of_list(environ.get("OMPI_MCA_orte_node_regex", "").partition("@")[0])
     hosts = (*hosts_of_uri(mpirun), *others[1:])
-    return _meeting_environment(
-        environ,
-        "openmpi",
-        (rank, size, local_rank),
-        _addresses(environ, hosts, scope),
-        scope,
-        environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0],
-        secret=values[2],
-    )
+    node = environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0]
+    meeting = _meeting(environ, _addresses(environ, hosts, scope), scope, node)
+    if not meeting.secret:
+        meeting = replace(meeting, secret=_secret(values[2]))
+    return Environment(rank, size, local_rank, "openmpi", meeting=meeting)
 
 
 def _from_pmi(environ: Mapping[str, str]) -> Environment:
@@ -213,7 +195,8 @@ def _from_pmi(environ: Mapping[str, str]) -> Environment:
         rank, size, local_rank = _ranks(environ, *_PMI)
         return Environment(rank, size, local_rank, identity("pmi", *_parent(environ)))
     scope = identity("pmi", environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
-    return _meeting_environment(environ, "pmi", (rank, size, local_rank), _addresses(environ, (), scope), scope, "")
+    meeting = _meeting(environ, _addresses(environ, (), scope), scope, "")
+    return Environment(rank, size, local_rank, "pmi", meeting=meeting)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Environment:
@@ -228,16 +211,9 @@ def _from_slurm(environ: Mapping[str, str]) -> Environment:
     if nodes == 1 or (nodes == 0 and rank == local_rank and "MASTER_ADDR" not in environ):
         return Environment(rank, size, local_rank, identity("slurm", *(values if any(values) else _parent(environ))))
     scope = identity("slurm", *values)
-    return _meeting_environment(
-        environ,
-        "slurm",
-        (rank, size, local_rank),
-        _addresses(environ, hosts, scope),
-        scope,
-        environ.get("SLURM_NODEID", ""),
-        host=environ.get("SLURMD_NODENAME", ""),
-        expected=hosts,
-    )
+    node, host = environ.get("SLURM_NODEID", ""), environ.get("SLURMD_NODENAME", "")
+    meeting = _meeting(environ, _addresses(environ, hosts, scope), scope, node, host=host, expected=hosts)
+    return Environment(rank, size, local_rank, "slurm", meeting=meeting)
 
 
 _LAUNCHERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, str]], Environment]], ...] = (
@@ -258,32 +234,25 @@ _MARKS = (  # what shows that a launcher's variables were meant, all of them, an
 )
 
 
-def _meeting_environment(
+def _meeting(
     environ: Mapping[str, str],
-    launcher: str,
-    ranks: tuple[int, int, int],
     addresses: tuple[Address, ...],
     scope: str,
     node: str,
     kind: str = "rank0",
     host: str = "",
     expected: tuple[str, ...] = (),
-    secret: str = "",
-) -> Environment:
-    rank, size, local_rank = ranks
+) -> Meeting:
+    """A meeting with the interface and the secret that the person has named; this host's name is the default."""
     host = host or socket.gethostname()
     interface = environ.get("HOROVOD_GLOO_IFACE", "")
-    meeting = Meeting(
-        kind,
-        addresses,
-        scope,
-        node or host,
-        host,
-        expected,
-        (interface,) if interface else (),
-        (environ.get("FUSION_JOB_SECRET", "") or secret).encode("utf-8", "surrogateescape"),
-    )
-    return Environment(rank, size, local_rank, launcher, meeting=meeting)
+    interfaces = (interface,) if interface else ()
+    secret = _secret(environ.get("FUSION_JOB_SECRET", ""))
+    return Meeting(kind, addresses, scope, node or host, host, expected, interfaces, secret)
+
+
+def _secret(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _addresses(environ: Mapping[str, str], hosts: tuple[str, ...], scope: str) -> tuple[Address, ...]:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.host.address import is_loopback
-from fusion_rt.host.http_server import Request, Server, response, split_message
+from fusion_rt.host.http_server import HttpRequest, Server, response, split_message
 from fusion_rt.launchers.meeting import Address
 
 MAX_VALUE = 1024 * 1024  # bytes
@@ -242,11 +242,11 @@ class HttpServer:
     def close(self) -> None:
         self._server.close()
 
-    def _answer(self, request: Request) -> bytes:
+    def _answer(self, request: HttpRequest) -> bytes:
         """The answer to a request from the network."""
         key = request.target[1:]
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}/[A-Za-z0-9_.-]{1,200}", key):
-            return response("400 Bad Request")
+            return response("400 Bad HttpRequest")
         if request.method == "GET":
             found = self.get(key)
             return response("404 Not Found") if found is None else response("200 OK", found)

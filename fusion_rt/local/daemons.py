@@ -15,7 +15,7 @@ from fusion_rt.local import packets
 OWN_STACKS = "stacks"  # file in a daemon's directory into which it writes its own stacks on stacks.STACK_SIGNAL
 
 
-class Found(NamedTuple):
+class FoundDaemon(NamedTuple):
     """A daemon's directory; the daemon itself may be dead."""
 
     job: str
@@ -35,18 +35,18 @@ class NoAnswer(FusionError):
         self.pid = pid
 
 
-def find(root: str, job: str = "", node: int = -1) -> Iterator[Found]:
+def find(root: str, job: str = "", node: int = -1) -> Iterator[FoundDaemon]:
     """Finds the daemons' directories in `root`, sorted by job and node; of one job, or one node, if these are given."""
     found = []
     for name in os.listdir(root) if os.path.isdir(root) else []:
         its_job, _, number = name.rpartition(".")
         its_node = int(number) if number.isascii() and number.isdigit() else -1
         if its_node >= 0 and job in ("", its_job) and node in (-1, its_node):
-            found.append(Found(its_job, its_node, os.path.join(root, name)))
+            found.append(FoundDaemon(its_job, its_node, os.path.join(root, name)))
     return iter(sorted(found))
 
 
-def ask(found: Found, request: wire.ToolMessage, timeout: float) -> tuple[int, dict[str, Any]]:
+def ask(found: FoundDaemon, request: wire.ToolMessage, timeout: float) -> tuple[int, dict[str, Any]]:
     """Sends a request to a daemon; returns its pid, and its answer.
 
     Raises:

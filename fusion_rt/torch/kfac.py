@@ -87,14 +87,14 @@ def assign(costs: Mapping[str, float], ranks: Sequence[int]) -> dict[str, int]:
         raise ValueError(f"the cost of layer {negative[0]!r} is negative: {costs[negative[0]]}")
     loads = [(0.0, position) for position in range(len(ranks))]
     owners = {}
-    for name in sorted(costs, key=lambda name: -costs[name]):
+    for name in sorted(costs, key=costs.__getitem__, reverse=True):
         load, position = loads[0]
         heapq.heapreplace(loads, (load + costs[name], position))
         owners[name] = ranks[position]
     return {name: owners[name] for name in costs}
 
 
-class Layer:
+class FactoredLayer:
     """A layer whose gradient is preconditioned.
 
     Attributes:
@@ -168,7 +168,7 @@ class Layer:
         raise NotImplementedError
 
 
-class LinearLayer(Layer):
+class LinearLayer(FactoredLayer):
     """`torch.nn.Linear`, of [features], [N, features] or [N, ..., features]."""
 
     def _input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class LinearLayer(Layer):
         return _by_example(gradient)
 
 
-class Conv2dLayer(Layer):
+class Conv2dLayer(FactoredLayer):
     """`torch.nn.Conv2d` without groups, of [N, C, height, width] or [C, height, width]; with any padding and stride."""
 
     module: torch.nn.Conv2d
@@ -213,7 +213,7 @@ class Conv2dLayer(Layer):
         return sides
 
 
-def find_layers(model: torch.nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list[str]]:
+def find_layers(model: torch.nn.Module, skip: Iterable[str] = ()) -> tuple[list[FactoredLayer], list[str]]:
     """Returns the layers of a model that can be preconditioned, and its other modules with trained parameters.
 
     Args:
@@ -228,7 +228,7 @@ def find_layers(model: torch.nn.Module, skip: Iterable[str] = ()) -> tuple[list[
     """
     skipped = tuple(skip)
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    layers: list[Layer] = []
+    layers: list[FactoredLayer] = []
     left_alone = []
     for name, module in model.named_modules():
         trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
@@ -303,9 +303,9 @@ class LayerState:
         bucket: the layers that it is sent with.
     """
 
-    bucket: Bucket
+    bucket: FactorBucket
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: FactoredLayer) -> None:
         self.layer = layer
         self.a: torch.Tensor | None = None
         self.g: torch.Tensor | None = None
@@ -351,7 +351,7 @@ class LayerState:
         self.g.lerp_(new[1], weight)
 
 
-class Bucket:
+class FactorBucket:
     """Layers whose factors are sent together.
 
     Attributes:
@@ -374,7 +374,7 @@ class Bucket:
 class _Sent:
     """A bucket under way; without a handle it holds the result already."""
 
-    bucket: Bucket
+    bucket: FactorBucket
     tensors: list[torch.Tensor]
     handle: int | None
     here: Runtime | None
@@ -475,7 +475,7 @@ class FactorExchange:
                 if state.runs:
                     state.expected_runs, state.runs = state.runs, 0
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: FactorBucket) -> None:
         tensors: list[torch.Tensor] = []
         counts = []
         for state in bucket.states:
@@ -501,7 +501,7 @@ def _result(sent: _Sent) -> Sequence[torch.Tensor]:
     return reduced or []
 
 
-def _buckets(states: Sequence[LayerState], name: str) -> list[Bucket]:
+def _buckets(states: Sequence[LayerState], name: str) -> list[FactorBucket]:
     """Puts layers into buckets, from the last to the first, of about `BUCKET_NBYTES` each."""
     groups: list[list[LayerState]] = []
     filled = 0
@@ -512,10 +512,10 @@ def _buckets(states: Sequence[LayerState], name: str) -> list[Bucket]:
             filled = 0
         groups[-1].append(state)
         filled += nbytes
-    return [Bucket(f"{name}.factors.{number}", group) for number, group in enumerate(groups)]
+    return [FactorBucket(f"{name}.factors.{number}", group) for number, group in enumerate(groups)]
 
 
-def _alike(one: Layer, other: Layer) -> bool:
+def _alike(one: FactoredLayer, other: FactoredLayer) -> bool:
     return one.dtype == other.dtype and one.weight.device == other.weight.device
 
 

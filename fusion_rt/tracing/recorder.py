@@ -243,7 +243,7 @@ class Recorder:
                 try:
                     pack(data, at, now(), value, clock, number, plan, extra, kind, peer)
                 except struct.error:  # a number does not fit into its field
-                    pack(data, at, *_fitting(now(), value, clock, number, plan, extra, kind, peer))
+                    pack(data, at, *_fitting((now(), value, clock, number, plan, extra, kind, peer)))
                 written[0] = index + 1
             except (TypeError, ValueError):  # the recorder was closed while this thread was in here
                 if not data.closed:
@@ -347,10 +347,9 @@ def open_recorder(settings: Settings, owner: Owner, tell: Callable[[str], None])
         return NULL
 
 
-def _fitting(
-    now: int, value: int, clock: int, number: int, plan: int, extra: int, kind: int, peer: int
-) -> tuple[int, ...]:
+def _fitting(record: tuple[int, ...]) -> tuple[int, ...]:
     """Fits numbers into the fields of a record: `clock` and `plan` modulo their size, the others clipped."""
+    now, value, clock, number, plan, extra, kind, peer = record
     value = max(-(1 << 63), min(int(value), (1 << 63) - 1))
     cut = [max(0, min(int(n), most)) for n, most in ((extra, _U32), (kind, _U16), (peer, _U16))]
     return (now & _U64, value, int(clock) & _U64, number, int(plan) & _U32, *cut)

@@ -10,6 +10,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.client import Client, terms
+from fusion_rt.client.channel import Completion
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.topology import ProcessSet
 from fusion_rt.host.arena import Segment
@@ -209,7 +210,7 @@ def test_messages_are_counted_by_group_and_rank_from_any_thread(daemon: Daemon, 
 
 
 def test_a_receive_tells_who_sent_what(daemon: Daemon, client: Client) -> None:
-    operation = client.messages.receive_from(0, None, 3, 8, seconds=2.5)
+    operation = client.messages.receive_from(0, None, 3, 8, completion=Completion(seconds=2.5))
     assert daemon.receive() == wire.ReceiveFrom(operation.handle, 0, wire.ANYBODY, 3, 0, 8, None, 2.5)
     daemon.send(wire.Done(operation.handle, b"abc", (0, 3)))
     assert client.wait(operation).inline == b"abc"

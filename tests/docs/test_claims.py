@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.limits import ElasticLimits
 from fusion_rt.settings import KNOBS, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_each_claim_names_the_test_that_holds_it() -> None:
 
 
 def test_pages_tell_the_defaults_of_the_settings() -> None:
-    settings, leave = Settings(), Limits(1, 1).leave
+    settings, leave = Settings(), ElasticLimits(1, 1).leave
     least, most = next(str(knob.default) for knob in KNOBS if knob.name == "blacklist_cooldown_range").split()
     warned, failed = f"{settings.stall_warning_time:g} s", f"{settings.operation_timeout:g} s"
     told = {

@@ -14,14 +14,14 @@ import pytest
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.host import http_server
-from fusion_rt.host.http_server import Request, Server, response, split_message
+from fusion_rt.host.http_server import HttpRequest, Server, response, split_message
 from tests.for_each import for_each
 
 PATIENCE_S = 20.0  # for what has to happen, on however slow a machine
 LONG = bytes(8 << 20)  # more than the kernel keeps for a client that does not read
 
 
-def answer(request: Request) -> bytes:
+def answer(request: HttpRequest) -> bytes:
     if request.target == "/fails":
         raise ValueError("a bug of the page")
     return response("200 OK", LONG if request.target == "/long" else request.method.encode() + request.body)

@@ -13,18 +13,18 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.local import packets
-from fusion_rt.local.daemons import Found, NoAnswer, ask, find
+from fusion_rt.local.daemons import FoundDaemon, NoAnswer, ask, find
 
 
 @pytest.fixture
-def found(runtime_dir: Path) -> Found:
+def found(runtime_dir: Path) -> FoundDaemon:
     directory = runtime_dir / "mine.3"
     directory.mkdir(mode=0o700)
-    return Found("mine", 3, str(directory))
+    return FoundDaemon("mine", 3, str(directory))
 
 
 @pytest.fixture
-def listener(found: Found) -> Iterator[socket.socket]:
+def listener(found: FoundDaemon) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(found.socket_path)
         sock.listen()
@@ -42,7 +42,7 @@ def test_daemons_are_found_by_job_and_node(runtime_dir: Path) -> None:
     assert list(find(str(runtime_dir / "nowhere"))) == []
 
 
-def test_a_daemon_answers_and_its_process_is_known(found: Found, listener: socket.socket) -> None:
+def test_a_daemon_answers_and_its_process_is_known(found: FoundDaemon, listener: socket.socket) -> None:
     def answer() -> None:
         sock, _ = listener.accept()
         with sock:
@@ -55,13 +55,13 @@ def test_a_daemon_answers_and_its_process_is_known(found: Found, listener: socke
     thread.join()
 
 
-def test_a_daemon_that_hangs_is_still_known_by_its_process(found: Found, listener: socket.socket) -> None:
+def test_a_daemon_that_hangs_is_still_known_by_its_process(found: FoundDaemon, listener: socket.socket) -> None:
     with pytest.raises(NoAnswer, match=r"does not answer within 0\.05 s") as raised:
         ask(found, wire.StatusRequest(), 0.05)
     assert raised.value.pid == os.getpid()
 
 
-def test_a_daemon_that_is_dead_has_no_process(found: Found) -> None:
+def test_a_daemon_that_is_dead_has_no_process(found: FoundDaemon) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(found.socket_path)
     with pytest.raises(NoAnswer, match="it does not answer: Connection refused") as raised:
@@ -69,7 +69,7 @@ def test_a_daemon_that_is_dead_has_no_process(found: Found) -> None:
     assert raised.value.pid == 0
 
 
-def test_a_daemon_that_hangs_up_has_not_answered(found: Found, listener: socket.socket) -> None:
+def test_a_daemon_that_hangs_up_has_not_answered(found: FoundDaemon, listener: socket.socket) -> None:
     thread = threading.Thread(target=lambda: listener.accept()[0].close())
     thread.start()
     with pytest.raises(FusionError):
@@ -77,21 +77,21 @@ def test_a_daemon_that_hangs_up_has_not_answered(found: Found, listener: socket.
     thread.join()
 
 
-def test_a_directory_that_others_may_enter_is_not_trusted(found: Found, listener: socket.socket) -> None:
+def test_a_directory_that_others_may_enter_is_not_trusted(found: FoundDaemon, listener: socket.socket) -> None:
     os.chmod(found.directory, 0o755)
     with pytest.raises(FusionError, match="is not a directory that only user"):
         ask(found, wire.StatusRequest(), 10)
 
 
 def test_another_users_daemon_is_not_asked(
-    found: Found, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    found: FoundDaemon, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packets, "peer_credentials", lambda sock: (1, os.getuid() + 1, 1))
     with pytest.raises(FusionError, match=r"user \d+ listens at .*, and not a daemon of user \d+"):
         ask(found, wire.StatusRequest(), 10)
 
 
-def test_nonsense_is_an_error(found: Found, listener: socket.socket) -> None:
+def test_nonsense_is_an_error(found: FoundDaemon, listener: socket.socket) -> None:
     def answer() -> None:
         for data in (b"nonsense", wire.encode(wire.JobFailed("x"))):
             sock, _ = listener.accept()

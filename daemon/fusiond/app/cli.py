@@ -17,7 +17,7 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host import bootstrap, daemon_start
-from fusion_rt.local.daemons import Found, ask, find
+from fusion_rt.local.daemons import FoundDaemon, ask, find
 from fusion_rt.settings import Settings
 
 app = typer.Typer(
@@ -251,11 +251,11 @@ def _detach(config: bootstrap.DaemonConfig) -> None:
     started.leave()
 
 
-def _found(job: str, node: int) -> list[Found]:
+def _found(job: str, node: int) -> list[FoundDaemon]:
     return list(find(Settings.from_env().runtime_root(), job, node))
 
 
-def _listening(job: str, node: int) -> list[Found]:
+def _listening(job: str, node: int) -> list[FoundDaemon]:
     """Returns the chosen daemons; exits with a sentence when there is none."""
     found = [each for each in _found(job, node) if os.path.exists(each.socket_path)]
     if not found:
@@ -264,7 +264,7 @@ def _listening(job: str, node: int) -> list[Found]:
     return found
 
 
-def _ask(found: Found, request: wire.ToolMessage) -> dict[str, object]:
+def _ask(found: FoundDaemon, request: wire.ToolMessage) -> dict[str, object]:
     try:
         return ask(found, request, _ANSWER)[1]
     except FusionError as error:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, quote
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host import http_server
-from fusion_rt.host.http_server import Request, response
+from fusion_rt.host.http_server import HttpRequest, response
 
 LOOPBACK = "127.0.0.1"
 _REQUEST = 5.0  # seconds for a request and its answer
@@ -67,7 +67,7 @@ class WebServer:
         """Ends the server, whatever clients do."""
         self._server.close()
 
-    def _answer(self, request: Request) -> bytes:
+    def _answer(self, request: HttpRequest) -> bytes:
         # Against DNS rebinding: a web page whose host name resolves to this address could read ours.
         if request.headers.get("host", "").partition(":")[0] not in _NAMES:
             return _text("403 Forbidden", "this server is for this host only")

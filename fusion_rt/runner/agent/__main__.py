@@ -11,12 +11,12 @@ from fusion_rt.runner.agent.agent import DRAIN_S, LOST_GRACE, Agent
 from fusion_rt.runner.agent.preflight import check_versions
 from fusion_rt.runner.protocol.agent_messages import Job, Refused, Versions
 from fusion_rt.runner.protocol.child_processes import adopt_orphans
-from fusion_rt.runner.protocol.pipes import Channel, Reader
+from fusion_rt.runner.protocol.pipes import LineWriter, Reader
 
 
 async def _serve(fd: int) -> None:
     commands = await Reader.open(os.fdopen(0, "rb", buffering=0))
-    channel = await Channel.open(os.fdopen(fd, "wb", buffering=0))
+    channel = await LineWriter.open(os.fdopen(fd, "wb", buffering=0))
     line = await commands.line()
     if line:
         if problems := check_versions(decode_line(line, Versions)):

@@ -23,7 +23,7 @@ from fusion_rt.host.address import listen_address
 from fusion_rt.host.bootstrap import Abandon, DaemonConfig, Endpoint, Farewell, StartError
 from fusion_rt.local import elastic
 from fusion_rt.runner.agent import preflight, worker_variables
-from fusion_rt.runner.agent.daemon_process import Daemon
+from fusion_rt.runner.agent.daemon_process import DaemonProcess
 from fusion_rt.runner.agent.function_call import FunctionFile
 from fusion_rt.runner.agent.local_workers import TERM_GRACE, LocalWorkers
 from fusion_rt.runner.agent.oom import OomKills
@@ -31,7 +31,7 @@ from fusion_rt.runner.agent.tasks import Tasks
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
 from fusion_rt.runner.protocol.agent_messages import Begin, Job, StartDaemon
-from fusion_rt.runner.protocol.pipes import BEATS, Channel, Reader, Silence, settle
+from fusion_rt.runner.protocol.pipes import BEATS, LineWriter, Reader, Silence, settle
 from fusion_rt.settings import Settings
 
 LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
@@ -48,16 +48,16 @@ _T = TypeVar("_T")
 class Agent:
     """One job on one host."""
 
-    def __init__(self, job: Job, channel: Channel) -> None:
+    def __init__(self, job: Job, channel: LineWriter) -> None:
         self._job = job
         self._channel = channel
         self._environ: dict[bytes, bytes] = {}  # of the job on this host
         self._root = ""  # absolute path of the directory that holds the job's
         self._number = 0  # of the present epoch
         self._beginning: Begin | None = None  # the epoch that the daemon was told of and has not entered yet
-        self._daemon: Daemon | None = None
+        self._daemon: DaemonProcess | None = None
         self._reaching: asyncio.Task[None] | None = None  # tries to reach other hosts
-        self._retired: set[Daemon] = set()  # of epochs that are over, which have not ended yet
+        self._retired: set[DaemonProcess] = set()  # of epochs that are over, which have not ended yet
         self._workers: LocalWorkers  # once the host has passed its checks
         self._children = child_processes.Children()
         self._oom_kills = OomKills()
@@ -148,7 +148,7 @@ class Agent:
         while True:
             await asyncio.sleep(self._job.silence_limit / BEATS)
             if self._channel.has_room:
-                self._channel.send_now(agent_messages.Ping())
+                self._channel.send_now(agent_messages.SignOfLife())
 
     async def _watch_launcher(self) -> None:
         """Ends the job when the launcher has been silent for too long: it is gone, or as good as."""
@@ -175,7 +175,7 @@ class Agent:
             directory = os.path.join(root, f"{job.job}.agent{job.elastic}")
             self._workers.server = WorkerServer(directory, self._workers.connectable, self._on_rejoin)
         self._environ, self._root = environ, root
-        await self._channel.send(agent_messages.Ready())
+        await self._channel.send(agent_messages.HostReady())
         if job.epoch is not None:
             await self._start_daemon(job.epoch.node, job.epoch.topology)
             # The workers need not wait until it listens: they import torch meanwhile, and try until it does.
@@ -194,7 +194,7 @@ class Agent:
                 if job.loopback is not None:
                     raise
         config = DaemonConfig(job.job, node, topology, address, elastic=bool(job.elastic), serial=serial)
-        daemon = await Daemon.start(
+        daemon = await DaemonProcess.start(
             config, self._environ, job.directory, self._children, self._channel, self._root, self._on_reformed
         )
         self._daemon = daemon
@@ -209,7 +209,7 @@ class Agent:
         ranks = tuple(own if node == command.node else () for node in range(len(command.nodes)))
         await self._start_daemon(command.node, Topology(command.nodes, ranks), command.serial)
 
-    def _present_daemon(self) -> Daemon:
+    def _present_daemon(self) -> DaemonProcess:
         if self._daemon is None:
             raise WireError("the launcher has an order for a daemon, and there is none")
         return self._daemon
@@ -223,7 +223,7 @@ class Agent:
                 self._workers.server.begin_epoch()
             self._tasks.start(self._workers.give_places(begin.epoch, self._present_daemon().socket, begin.waiting))
 
-    async def _watch_daemon(self, daemon: Daemon) -> None:
+    async def _watch_daemon(self, daemon: DaemonProcess) -> None:
         """Tells the launcher where the daemon listens, or why it does not, and when it ends."""
         stderr, stdout = daemon.log
         self._tasks.pump(stderr)
@@ -272,7 +272,7 @@ class Agent:
             self._tasks.start(self._end_daemon(self._daemon))
             self._daemon = None
 
-    async def _end_daemon(self, daemon: Daemon) -> None:
+    async def _end_daemon(self, daemon: DaemonProcess) -> None:
         await daemon.end(_OLD_DAEMON_S)
         self._retired.discard(daemon)
 

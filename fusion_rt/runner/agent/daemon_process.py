@@ -28,14 +28,14 @@ from fusion_rt.host.bootstrap import (
 from fusion_rt.runner.agent.worker_variables import absolute_path_list
 from fusion_rt.runner.protocol.agent_messages import DaemonLog, Reached
 from fusion_rt.runner.protocol.child_processes import Child, Children, signal_tree
-from fusion_rt.runner.protocol.pipes import Channel, Pump, Reader
+from fusion_rt.runner.protocol.pipes import LineWriter, Pump, Reader
 
 _ANSWER: Any = Endpoint | StartError
 _REPORT: Any = Phase | Reformed | Awake | EpochOver
 _LAST_WORD_S = 1.0  # seconds a daemon that could not start has to end by itself
 
 
-class Reports(Pump):
+class DaemonReports(Pump):
     """Carries what a daemon says on its standard output to the launcher.
 
     Args:
@@ -48,7 +48,7 @@ class Reports(Pump):
         awake: is set when the daemon says that it runs.
     """
 
-    def __init__(self, source: Reader, channel: Channel, epoch: int, on_reformed: Callable[[int], None]) -> None:
+    def __init__(self, source: Reader, channel: LineWriter, epoch: int, on_reformed: Callable[[int], None]) -> None:
         super().__init__(source, channel, DaemonLog)
         self._epoch = epoch
         self._on_reformed = on_reformed
@@ -73,7 +73,7 @@ class Reports(Pump):
         self.done = True
 
 
-class Daemon:
+class DaemonProcess:
     """A running daemon.
 
     Attributes:
@@ -89,8 +89,8 @@ class Daemon:
     def __init__(
         self,
         child: Child,
-        stdin: Channel,
-        channel: Channel,
+        stdin: LineWriter,
+        channel: LineWriter,
         config: DaemonConfig,
         runtime_root: str,
         path_of_socket: str,
@@ -100,7 +100,7 @@ class Daemon:
         self._stdin = stdin
         epoch = 0 if config.elastic else 1
         self.config = config
-        self._reports = Reports(child.stdout, channel, epoch, on_reformed)
+        self._reports = DaemonReports(child.stdout, channel, epoch, on_reformed)
         self.log = (Pump(child.stderr, channel, DaemonLog), self._reports)
         self._directory = job_directory(runtime_root, config.job, config.node, config.serial)
         self.socket = path_of_socket
@@ -116,10 +116,10 @@ class Daemon:
         environment: Mapping[bytes, bytes],
         directory: bytes,
         children: Children,
-        channel: Channel,
+        channel: LineWriter,
         runtime_root: str,
         on_reformed: Callable[[int], None],
-    ) -> Daemon:
+    ) -> DaemonProcess:
         """Starts the daemon and tells it its configuration.
 
         It runs in `/`: files of the working directory might shadow Python's own modules.

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -20,7 +21,7 @@ from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.runner.protocol.agent_messages import OUTPUT_CHUNK, REMOVED_S, Epoch, Job
 from fusion_rt.runner.protocol.child_processes import Child, Children, signal_tree
-from fusion_rt.runner.protocol.pipes import Channel, Pump, settle
+from fusion_rt.runner.protocol.pipes import LineWriter, Pump, settle
 
 TERM_GRACE = 5.0  # seconds between TERM and KILL
 
@@ -55,7 +56,7 @@ class LocalWorkers:
         self,
         job: Job,
         environ: Mapping[bytes, bytes],
-        channel: Channel,
+        channel: LineWriter,
         children: Children,
         function: FunctionFile | None,
         oom_kills: OomKills,
@@ -131,8 +132,8 @@ class LocalWorkers:
     async def _watch(self, slot: int, worker: _Worker, result: ResultFile | None) -> None:
         """Passes on what a worker prints and returns, as of the rank that it has, and tells of its end."""
         pumps = [
-            Pump(worker.child.stdout, self._channel, lambda data: _output(slot, worker, "stdout", data)),
-            Pump(worker.child.stderr, self._channel, lambda data: _output(slot, worker, "stderr", data)),
+            Pump(worker.child.stdout, self._channel, partial(_output, slot, worker, "stdout")),
+            Pump(worker.child.stderr, self._channel, partial(_output, slot, worker, "stderr")),
         ]
         for pump in pumps:
             self._tasks.pump(pump)
@@ -140,7 +141,7 @@ class LocalWorkers:
         await settle(pumps, self._channel)
         if result is not None and status == 0 and worker.has_place:
             for data in result.pieces(OUTPUT_CHUNK):
-                await self._channel.send(agent_messages.Result(worker.rank, data))
+                await self._channel.send(agent_messages.FunctionResult(worker.rank, data))
         if not worker.is_removed:
             self._free(slot)
             killed = "" if worker.is_unused else self._oom_kills.explain(status)

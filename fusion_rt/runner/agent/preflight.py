@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 
 import fusion_rt
@@ -55,13 +55,8 @@ def check(job: Job, runtime_root: str) -> list[str]:
         job: what is to be run. The process's environment must be the one the workers get.
         runtime_root: absolute path of the directory for the daemon's files; it is made.
     """
-    checks: list[Callable[[], str]] = [
-        lambda: _directory(job),
-        lambda: _command(job),
-        lambda: _runtime_root(runtime_root),
-        lambda: _memory(job.slots),
-    ]
-    return [problem for each in checks if (problem := each())]
+    problems = [_directory(job), _command(job), _runtime_root(runtime_root), _memory(job.slots)]
+    return [problem for problem in problems if problem]
 
 
 def _directory(job: Job) -> str:
@@ -131,7 +126,7 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
         FusionError: the kernel does not tell.
     """
     found = [(_of_machine(root), ""), *_of_groups(root)]
-    return min(found, key=lambda each: each[0])
+    return min(found, key=itemgetter(0))
 
 
 def _of_machine(root: Path) -> int:

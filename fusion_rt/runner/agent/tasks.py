@@ -8,7 +8,7 @@ from typing import Any
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.runner.protocol.agent_messages import Refused
-from fusion_rt.runner.protocol.pipes import Channel, Pump, settle
+from fusion_rt.runner.protocol.pipes import LineWriter, Pump, settle
 
 
 class Tasks:
@@ -18,7 +18,7 @@ class Tasks:
         channel: the launcher's.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: LineWriter) -> None:
         self._channel = channel
         self._running: set[asyncio.Task[None]] = set()
         self._pumps: list[Pump] = []

@@ -23,7 +23,7 @@ from fusion_rt.runner.command import config_file, flags
 from fusion_rt.runner.command.flags import make_parser
 from fusion_rt.runner.command.option_values import Choices
 from fusion_rt.runner.decisions.host_list import Host, parse_hostfile, parse_hosts
-from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.limits import ElasticLimits
 from fusion_rt.runner.decisions.places import add_shard_hosts, fill, shard_host_names
 from fusion_rt.runner.launch import remote_shell
 from fusion_rt.runner.launch.console import process_age
@@ -151,7 +151,7 @@ def _elastic(
     if script is None and not least:
         return None
     least = least or wanted or 1
-    limits = Limits(
+    limits = ElasticLimits(
         wanted=wanted or least,
         least=least,
         most=most,

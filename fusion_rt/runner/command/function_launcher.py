@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from fusion_rt.core.errors import FusionError, SettingError
 from fusion_rt.host.bootstrap import decode_line, encode_line
-from fusion_rt.run_function import Answer, Request
+from fusion_rt.run_function import RunAnswer, RunRequest
 from fusion_rt.runner.command.cli import make_plan
 from fusion_rt.runner.command.flags import make_parser
 from fusion_rt.runner.decisions.outcome import WorkerFailure, first_cause, tell
@@ -24,7 +24,7 @@ from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.launcher import Launch
 
 
-def make_request_plan(request: Request, function: bytes) -> LaunchPlan:
+def make_request_plan(request: RunRequest, function: bytes) -> LaunchPlan:
     """The job that a request asks for. Changes to its directory.
 
     Raises:
@@ -41,19 +41,19 @@ def _refuse(message: str) -> NoReturn:
     raise SettingError(message)
 
 
-async def _run(plan: LaunchPlan) -> tuple[Answer, list[bytes]]:
+async def _run(plan: LaunchPlan) -> tuple[RunAnswer, list[bytes]]:
     asyncio.get_running_loop().add_reader(0, _on_stdin)
     job = Launch(plan)
     status = await job.run()
     if job.failures and status == 1:
         failed = "\n".join(tell(job.failures))
-        return Answer(failed=failed, is_workers=isinstance(first_cause(job.failures), WorkerFailure)), []
+        return RunAnswer(failed=failed, is_workers=isinstance(first_cause(job.failures), WorkerFailure)), []
     if status:
-        return Answer(failed=f"the job was ended by {signal.Signals(status - 128).name}"), []
+        return RunAnswer(failed=f"the job was ended by {signal.Signals(status - 128).name}"), []
     if lacking := [rank for rank in range(job.topology.size) if rank not in job.results]:
-        return Answer(failed=f"{job.topology.describe(lacking)} ended without a result"), []
+        return RunAnswer(failed=f"{job.topology.describe(lacking)} ended without a result"), []
     results = [bytes(job.results[rank]) for rank in range(job.topology.size)]
-    return Answer(tuple(map(len, results))), results
+    return RunAnswer(tuple(map(len, results))), results
 
 
 def _on_stdin() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     answers = int(sys.argv[1])
     os.set_inheritable(answers, False)
     stdin = sys.stdin.buffer
-    request = decode_line(stdin.readline(), Request)
+    request = decode_line(stdin.readline(), RunRequest)
     function = stdin.read(request.nbytes)
     results: list[bytes] = []
     if len(function) < request.nbytes:
@@ -75,9 +75,9 @@ def main() -> None:
     try:
         answer, results = asyncio.run(_run(make_request_plan(request, function)))
     except SettingError as error:
-        answer = Answer(refused=str(error))
+        answer = RunAnswer(refused=str(error))
     except (FusionError, OSError) as error:
-        answer = Answer(failed=str(error))
+        answer = RunAnswer(failed=str(error))
     with os.fdopen(answers, "wb") as stream:
         stream.write(encode_line(answer))
         stream.writelines(results)

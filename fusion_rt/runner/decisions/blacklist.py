@@ -10,7 +10,7 @@ _JITTER = 0.5  # hosts that failed together do not all come back at the same mom
 
 
 @dataclass
-class _Entry:
+class _HostFailures:
     failures: int = 0
     until: float = 0.0
 
@@ -30,11 +30,11 @@ class Blacklist:
         self._most = most
         self._clock = clock
         self._rng = rng
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _HostFailures] = {}
 
     def add(self, host: str) -> float:
         """A host failed; how many seconds it is left out now."""
-        entry = self._entries.setdefault(host, _Entry())
+        entry = self._entries.setdefault(host, _HostFailures())
         seconds = self._least * 2.0 ** min(entry.failures, 64) * (1 + _JITTER * self._rng.random())
         seconds = min(seconds, self._most)
         entry.failures += 1

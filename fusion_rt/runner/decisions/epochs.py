@@ -20,7 +20,7 @@ from fusion_rt.runner.decisions.blacklist import Blacklist
 from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.decisions.host_states import HostStates
 from fusion_rt.runner.decisions.job_control import JobControl
-from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.limits import ElasticLimits
 from fusion_rt.runner.decisions.newcomers import Newcomers
 from fusion_rt.runner.decisions.outcome import Failure, HostFailure, MembershipFailure, in_short
 from fusion_rt.runner.decisions.places import Place, Places, assign
@@ -148,7 +148,9 @@ class Epochs:
         due: when `tick` has something to do, by the clock.
     """
 
-    def __init__(self, limits: Limits, blacklist: Blacklist, control: JobControl, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, limits: ElasticLimits, blacklist: Blacklist, control: JobControl, clock: Callable[[], float]
+    ) -> None:
         self._limits = limits
         self._blacklist = blacklist
         self._control = control

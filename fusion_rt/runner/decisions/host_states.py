@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.decisions.job_control import JobControl
-from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.limits import ElasticLimits
 
 
 @dataclass
@@ -62,7 +62,7 @@ class HostStates:
         nodes: names of all hosts that there ever were, by node.
     """
 
-    def __init__(self, limits: Limits, control: JobControl, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: ElasticLimits, control: JobControl, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._control = control
         self._clock = clock

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class ElasticLimits:
     """The limits of an elastic job.
 
     Attributes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 from fusion_rt.runner.decisions.worker_errors import echo_of, excerpt, in_a_line, last_error
@@ -128,7 +129,7 @@ Failure = HostFailure | DaemonFailure | WorkerFailure | WorkerGaveUp | Membershi
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from; `failures`, at least one, are in the order in which they happened."""
-    return min(failures, key=lambda failure: failure.echo)  # the first of equals
+    return min(failures, key=attrgetter("echo"))  # the first of equals
 
 
 def tell(failures: Sequence[Failure]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import TypeAlias
 
 from fusion_rt.core.errors import SettingError
@@ -48,7 +49,7 @@ class Places:
     def names(self) -> tuple[str, ...]:
         """The names of the hosts that are in the epoch, in the order of their lowest ranks; last those without any."""
         by_node = [host.name for node, host in enumerate(self.hosts) if node not in self.absent]
-        of_ranks = [name for (name, _), _ in sorted(self.ranks.items(), key=lambda item: item[1])]
+        of_ranks = [name for (name, _), _ in sorted(self.ranks.items(), key=itemgetter(1))]
         return tuple(dict.fromkeys(of_ranks + by_node))
 
     def count(self, host: str) -> int:

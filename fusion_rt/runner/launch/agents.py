@@ -22,7 +22,14 @@ from fusion_rt.runner.launch.console import Console
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.worker_output import DaemonLogs
 from fusion_rt.runner.protocol import agent_messages
-from fusion_rt.runner.protocol.agent_messages import LINE_START, MAX_AGENT_LINE, FromAgent, Job, Ping, decode_from_agent
+from fusion_rt.runner.protocol.agent_messages import (
+    LINE_START,
+    MAX_AGENT_LINE,
+    FromAgent,
+    Job,
+    SignOfLife,
+    decode_from_agent,
+)
 from fusion_rt.runner.protocol.child_processes import Child, Children
 from fusion_rt.runner.protocol.pipes import Silence
 
@@ -203,7 +210,7 @@ class AgentLink:
                 continue
             banner_lines, self._banner = 0, b""
             message = decode_from_agent(line)
-            if not isinstance(message, Ping):
+            if not isinstance(message, SignOfLife):
                 self._hearer.hear(self.node, message)
             self._silence.listening = False
             await self._hearer.room()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusion_rt.runner.decisions.host_list import Host
-from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.limits import ElasticLimits
 from fusion_rt.runner.decisions.places import Places
 from fusion_rt.runner.launch.discovery import Discovery
 from fusion_rt.settings import Settings
@@ -22,7 +22,7 @@ class ElasticPlan:
         script: finds the hosts; None: they stay as they are.
     """
 
-    limits: Limits
+    limits: ElasticLimits
     cooldown: tuple[float, float]
     script: Discovery | None = None
 

@@ -140,7 +140,7 @@ class Launch:
     async def _ping(self) -> None:
         while True:
             await asyncio.sleep(self._silence_limit / BEATS)
-            self._agents.tell_all(agent_messages.Ping())
+            self._agents.tell_all(agent_messages.SignOfLife())
 
     # What happens
 
@@ -170,7 +170,7 @@ class Launch:
             case agent_messages.Output(slot, rank, stream, data):
                 agent.check(slot, rank)
                 self._console.print((name, slot), rank, stream, data)
-            case agent_messages.Result(rank, data):
+            case agent_messages.FunctionResult(rank, data):
                 agent.check(rank=rank)
                 self.results.setdefault(rank, bytearray()).extend(data)
             case agent_messages.DaemonLog(data):
@@ -197,7 +197,7 @@ class Launch:
         match event:
             case agent_messages.Present():
                 decisions.answered(name)
-            case agent_messages.Ready():
+            case agent_messages.HostReady():
                 agent.is_ready = True
                 self._console.reach(console.AGENTS, name)
                 self._tasks.append(self.watch(self._make_ready(agent)))

@@ -89,7 +89,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     epoch: Epoch | None = None
 
 
-class Ping(msgspec.Struct, frozen=True, tag="ping"):
+class SignOfLife(msgspec.Struct, frozen=True, tag="ping"):
     """The sender is there. Both say so, `pipes.BEATS` times in the silence limit."""
 
 
@@ -195,7 +195,7 @@ class Changed(msgspec.Struct, frozen=True, tag="changed"):
     removed: bool
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class HostReady(msgspec.Struct, frozen=True, tag="ready"):
     """The host passed all checks; its daemon is being started."""
 
 
@@ -257,7 +257,7 @@ class DaemonLog(msgspec.Struct, frozen=True, tag="daemon_log"):
     data: bytes
 
 
-class Result(msgspec.Struct, frozen=True, tag="result"):
+class FunctionResult(msgspec.Struct, frozen=True, tag="result"):
     """The next piece of what a worker's function returned, pickled. Sent before its `Exited`."""
 
     rank: int
@@ -294,7 +294,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 Command: TypeAlias = (
-    Ping
+    SignOfLife
     | Hail
     | CheckDaemon
     | Function
@@ -311,9 +311,9 @@ Command: TypeAlias = (
     | Changed
 )
 FromAgent: TypeAlias = (
-    Ping
+    SignOfLife
     | Present
-    | Ready
+    | HostReady
     | Refused
     | DaemonUp
     | InReach
@@ -323,7 +323,7 @@ FromAgent: TypeAlias = (
     | WorkersUp
     | Output
     | DaemonLog
-    | Result
+    | FunctionResult
     | Exited
     | Asked
     | Stopped

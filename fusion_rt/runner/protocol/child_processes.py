@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from fusion_rt.host.bootstrap import MAX_LINE
-from fusion_rt.runner.protocol.pipes import Channel, Reader
+from fusion_rt.runner.protocol.pipes import LineWriter, Reader
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,7 +46,7 @@ class Child:
     """
 
     pid: int
-    stdin: Channel | None
+    stdin: LineWriter | None
     stdout: Reader
     stderr: Reader
     exit: asyncio.Future[int]
@@ -104,7 +104,7 @@ class Children:
             its_input, stdin = subprocess.DEVNULL, None
             if has_input:
                 its_input, end = _pipe(its_ends, undo, is_input=True)
-                stdin = await Channel.open(end)
+                stdin = await LineWriter.open(end)
                 undo.callback(stdin.abort)
             outputs = []
             for _ in range(2):

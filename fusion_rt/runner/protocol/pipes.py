@@ -1,7 +1,7 @@
 """Pipes to and from other processes: lines in and out with back pressure, and a child's output on its way onward.
 
-asyncio can read and write pipes, but has no public class that writes with back pressure; `Channel` is that. `Reader` is
-asyncio's reader, which in addition can be closed while the other end is still held open.
+asyncio can read and write pipes, but has no public class that writes with back pressure; `LineWriter` is that.
+`Reader` is asyncio's reader, which in addition can be closed while the other end is still held open.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Silence:
             self._steps += self.listening
 
 
-class Channel(asyncio.BaseProtocol):
+class LineWriter(asyncio.BaseProtocol):
     """Sends messages as lines, as fast as the other end reads them."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Channel(asyncio.BaseProtocol):
         self._transport: asyncio.WriteTransport | None = None
 
     @classmethod
-    async def open(cls, pipe: IO[bytes]) -> Channel:
+    async def open(cls, pipe: IO[bytes]) -> LineWriter:
         """Takes over the writing end of a pipe, a socket or a terminal, unbuffered."""
         transport, channel = await asyncio.get_running_loop().connect_write_pipe(cls, pipe)
         channel._transport = transport
@@ -161,7 +161,7 @@ class Pump:
         wrap: makes a message of a piece of output.
     """
 
-    def __init__(self, source: Reader, channel: Channel, wrap: Callable[[bytes], msgspec.Struct]) -> None:
+    def __init__(self, source: Reader, channel: LineWriter, wrap: Callable[[bytes], msgspec.Struct]) -> None:
         self._source = source
         self._channel = channel
         self._wrap = wrap
@@ -176,7 +176,7 @@ class Pump:
         self.done = True
 
 
-async def settle(pumps: Sequence[Pump], channel: Channel) -> None:
+async def settle(pumps: Sequence[Pump], channel: LineWriter) -> None:
     """Waits, once a child has ended, until all it printed is sent.
 
     What the child left running may hold its streams open for longer, so a short silence counts as the end, unless it is

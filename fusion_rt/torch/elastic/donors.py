@@ -23,6 +23,7 @@ from cloudpickle import Pickler as _Pickler  # type: ignore[import-untyped]  # a
 from cloudpickle import dumps as _dumps
 
 from fusion_rt.client import Operation
+from fusion_rt.client.channel import Completion
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.core.tensors import Memory, contents, copy_in, copy_out
@@ -148,7 +149,7 @@ def _give(here: Runtime, items: Sequence[Item], takers: Sequence[int]) -> list[O
     given = []
     for taker in takers:
         given.append(send(GROUP, taker, 0, inline=sizes))
-        given.append(send(GROUP, taker, 0, place=memory.place, nbytes=total, keeps=memory))
+        given.append(send(GROUP, taker, 0, place=memory.place, nbytes=total, completion=Completion(keeps=memory)))
     return given
 
 
@@ -158,7 +159,9 @@ def _take(here: Runtime, items: Sequence[Item], donor: int) -> None:
     assert sizes is not None
     length, total = _SIZES.unpack(sizes)
     memory = Memory(here, total, small=False)
-    client.wait(client.messages.receive_from(GROUP, donor, 0, total, place=memory.place, keeps=memory))
+    client.wait(
+        client.messages.receive_from(GROUP, donor, 0, total, place=memory.place, completion=Completion(keeps=memory))
+    )
     told, described = pickle.loads(memory.view[:length])
     pairs = _pairs(items, told, is_donor=False)
     _check(here, _described(pairs), described, donor)

@@ -30,7 +30,7 @@ class Standing(NamedTuple):
     is_exhausted: bool
 
 
-class _Pass:
+class _EpochPass:
     """One iteration over a rank's samples, from which a loader fetches ahead of the training."""
 
     def __init__(self, indices: list[int]) -> None:
@@ -162,7 +162,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
         self.indices = self._dealt_to_all()[self.rank]
         self._recorded = 0
-        self._pass = _Pass(self.indices)
+        self._pass = _EpochPass(self.indices)
 
     def standing(self) -> Standing:
         """Returns how far this rank has come since samples were dealt last, which the others need for `follow`."""
@@ -226,7 +226,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return True
 
     def __iter__(self) -> Iterator[int]:
-        self._pass = _Pass(self.indices)
+        self._pass = _EpochPass(self.indices)
         return self._pass
 
     def __len__(self) -> int:

@@ -2,8 +2,8 @@
 loops.
 
 When an exchange of an optimizer fails since a rank is gone, each of the others joins the next membership epoch from
-where it is, in `backward()` or `step()`, and tells all what it has completed (`Report`). From that all ranks draw the
-same conclusion (`conclude`): either they go on, after those that are an exchange behind were *healed* with what the
+where it is, in `backward()` or `step()`, and tells all what it has completed (`RankReport`). From that all ranks draw
+the same conclusion (`conclude`): either they go on, after those that are an exchange behind were *healed* with what the
 others have; or all go on from the last commit, as after any other error. They do so if one has left its function (an
 operation of the script's own had failed), is new, or if what they have completed does not fit together.
 """
@@ -41,7 +41,7 @@ _log = logging.getLogger("fusion_rt.elastic")
 _ALL = (1 << 48) - 1  # a clock after all contributions
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """The state of a rank at the beginning of a membership epoch.
 
     Attributes:
@@ -97,7 +97,7 @@ class Conclusion(NamedTuple):
     healed: tuple[tuple[int, Outcome], ...] = ()
 
 
-def conclude(reports: Sequence[Report]) -> Conclusion | None:
+def conclude(reports: Sequence[RankReport]) -> Conclusion | None:
     """Returns how all ranks go on in place; None if they have to go on from the last commit.
 
     Args:
@@ -130,7 +130,7 @@ def conclude(reports: Sequence[Report]) -> Conclusion | None:
     return Conclusion(left_out, behind, root, healed)
 
 
-def planned_ahead(reports: Sequence[Report]) -> tuple[bool, ...]:
+def planned_ahead(reports: Sequence[RankReport]) -> tuple[bool, ...]:
     """Tells of which optimizers, in the order in which they were made, all ranks ask for a plan before there are
     gradients, so that the first step need not wait for it. Where no rank has values, a job begins, and nobody knows yet
     in which order gradients come.
@@ -210,14 +210,14 @@ class Survival:
         """Begins a membership epoch outside of the function, with all ranks, and returns whose values count.
 
         Args:
-            skips_sync, has_values, level: see `Report`.
+            skips_sync, has_values, level: see `RankReport`.
 
         Raises:
             HorovodInternalError: a rank is gone.
         """
         agreed, self.agreed = self.agreed, None
         plans_ahead = _plans_ahead(is_new=not has_values)
-        return agreed or _donors(self._tell(Report(skips_sync, has_values, level, plans_ahead=plans_ahead)))
+        return agreed or _donors(self._tell(RankReport(skips_sync, has_values, level, plans_ahead=plans_ahead)))
 
     def plan_ahead(self) -> None:
         """Asks for plans before the training goes on, where all ranks can.
@@ -230,7 +230,7 @@ class Survival:
             if is_asked:
                 plan_ahead(sync)
 
-    def _tell(self, report: Report) -> list[Report]:
+    def _tell(self, report: RankReport) -> list[RankReport]:
         donors.open_group(runtime())
         reports = allgather_object(report, "elastic.join")
         self._planned_ahead = planned_ahead(reports)
@@ -293,10 +293,10 @@ class Survival:
         for sync in everyone():
             sync.when.finish()  # updates whose gradients have all been reduced, and which wait for a forward pass
 
-    def _report(self, failed: Exchange, rules: tuple[tuple[int, ...], ...] | None) -> Report:
+    def _report(self, failed: Exchange, rules: tuple[tuple[int, ...], ...] | None) -> RankReport:
         places = {sync.when: place for place, sync in enumerate(everyone())}
         clocks = tuple(sync.when.shard_clock() for sync in everyone())
-        return Report(
+        return RankReport(
             has_values=True,
             stays=self._stays and not self._state._why_unfit(),
             generation=exchanges.generation,
@@ -357,7 +357,7 @@ def _plans_ahead(is_new: bool) -> tuple[bool, ...]:
     return tuple(can_plan_ahead(sync, is_new) for sync in everyone())
 
 
-def _donors(reports: Sequence[Report]) -> Donors:
+def _donors(reports: Sequence[RankReport]) -> Donors:
     """Returns whose values count, by the reports of all ranks."""
     root = next((rank for rank, report in enumerate(reports) if report.has_values), 0)
     by_taker = donors.by_taker([report.level for report in reports])

@@ -10,6 +10,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.client import Client
+from fusion_rt.client.channel import Completion
 from fusion_rt.core.errors import HorovodInternalError
 from tests.fusiond.processes import Daemons, kill, read_line, together
 
@@ -52,8 +53,8 @@ class Member:
             source, target = client.allocate(values.nbytes), client.allocate(nbytes)
         np.frombuffer(source.view, np.float32)[: values.size] = values.reshape(-1)
         signature = wire.Signature(kind, "float32", values.shape, process_set=self.id)  # type: ignore[arg-type]
-        operation = client.submit(
-            None, signature, place=(source.segment, source.offset), into=(target.segment, target.offset),
+        operation = client.submit_in_group(
+            signature, place=(source.segment, source.offset), into=(target.segment, target.offset),
             splits=splits, receives=receives,
         )  # fmt: skip
         client.wait(operation)
@@ -96,7 +97,7 @@ def test_every_kind_writes_its_result_where_it_is_to_go(job: Daemons) -> None:
             own = slice(rank * ROWS, (rank + 1) * ROWS)
             np.testing.assert_array_equal(parts, np.concatenate([tensor[own] for tensor in equal]))
             np.testing.assert_array_equal(member.run("reducescatter", equal[rank], ROWS), sum(equal)[own])
-            member.client.wait(member.client.submit(None, wire.Signature("barrier", process_set=member.id)))
+            member.client.wait(member.client.submit_in_group(wire.Signature("barrier", process_set=member.id)))
 
     on_all(job, "kinds", work)
 
@@ -124,7 +125,9 @@ def test_a_time_out_says_who_is_missing_on_all(job: Daemons) -> None:
     last = job.topology.size - 1
 
     def work(member: Member) -> tuple[str, tuple[int, ...]]:
-        operation = member.client.submit(None, wire.Signature("barrier", process_set=member.id), seconds=0.5)
+        operation = member.client.submit_in_group(
+            wire.Signature("barrier", process_set=member.id), completion=Completion(0.5)
+        )
         with pytest.raises(HorovodInternalError) as failure:
             member.client.wait(operation)
         return str(failure.value), operation.missing
@@ -139,7 +142,7 @@ def test_a_time_out_says_who_is_missing_on_all(job: Daemons) -> None:
 
 
 def barrier(member: Member) -> None:
-    member.client.wait(member.client.submit(None, wire.Signature("barrier", process_set=member.id)))
+    member.client.wait(member.client.submit_in_group(wire.Signature("barrier", process_set=member.id)))
 
 
 def test_a_worker_that_is_killed_fails_its_groups(daemons: Callable[..., Daemons]) -> None:
@@ -150,7 +153,7 @@ def test_a_worker_that_is_killed_fails_its_groups(daemons: Callable[..., Daemons
     members = {rank: Member(job.clients[rank], "hit", (0, 1, 2)) for rank in (0, 1)}
     assert read_line(lost) == "opened"
     operations = [
-        member.client.submit(None, wire.Signature("barrier", process_set=member.id)) for member in members.values()
+        member.client.submit_in_group(wire.Signature("barrier", process_set=member.id)) for member in members.values()
     ]
     kill(lost)
     for member, operation in zip(members.values(), operations, strict=True):

@@ -10,6 +10,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.client import Client, Operation
+from fusion_rt.client.channel import Completion
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.host.arena import Region
 from tests.fusiond.processes import NO_LIMITS, Daemons, kill
@@ -99,7 +100,7 @@ def test_a_rank_neither_sends_to_itself_nor_waits_longer_than_it_wants(daemons: 
         client.messages.send_to(0, 0, 0, inline=b"x")
     with pytest.raises(ValueError, match="rank 0 can neither send to itself nor receive from itself"):
         client.messages.receive_from(0, 0, 0, 4)
-    operation = client.messages.receive_from(0, 1, 3, 4, seconds=0.2)
+    operation = client.messages.receive_from(0, 1, 3, 4, completion=Completion(seconds=0.2))
     assert "has waited 0.2 s: rank 1" in failed(lambda: client.wait(operation))
     assert "rank 2 is not in group 0" in failed(lambda: client.wait(client.messages.receive_from(0, 2, 3, 4)))
 

@@ -106,7 +106,7 @@ def test_a_job_is_reported_step_by_step(start, tmp_path: Path) -> None:
         if {agent_messages.WorkersUp, agent_messages.DaemonUp} <= set(map(type, said)):
             (tmp_path / "told").touch()
     kinds = [type(message).__name__ for message in said if not isinstance(message, agent_messages.DaemonLog)]
-    assert kinds[0] == "Ready"
+    assert kinds[0] == "HostReady"
     assert {"WorkersUp", "DaemonUp"} < set(kinds)
     assert {message for message in said if isinstance(message, agent_messages.Output)} == {
         agent_messages.Output(0, 0, "stdout", b"out\n"),
@@ -138,10 +138,10 @@ def test_it_shows_that_it_is_there_while_a_name_server_does_not_answer(start, tm
     (tmp_path / "sitecustomize.py").write_text(SILENT_NAME_SERVER.format(fifo=str(fifo)), encoding="utf-8")
     epoch = agent_messages.Epoch(1, 0, Topology(("here", "there"), ((0,), (1,))), (0,))
     agent = start(SLEEP, epoch=epoch, silence_limit=36.0)
-    agent.until(agent_messages.Ready)
+    agent.until(agent_messages.HostReady)
     readable, _, _ = select.select([agent.process.stdout], [], [], 60)
     assert readable, "no sign of life"
-    assert isinstance(agent.receive(), agent_messages.Ping)
+    assert isinstance(agent.receive(), agent_messages.SignOfLife)
     if answers:
         with fifo.open("w"):
             pass
@@ -188,7 +188,7 @@ def test_pings_keep_it_going(start) -> None:
     for _ in range(12):
         with pytest.raises(subprocess.TimeoutExpired):
             agent.process.wait(0.2)
-        agent.send(agent_messages.Ping())
+        agent.send(agent_messages.SignOfLife())
     assert all(process.is_running() for process in processes)
     agent.send(agent_messages.Stop(0.0))
     assert agent.rest()[-1] == agent_messages.Stopped()

@@ -59,7 +59,7 @@ class ElasticAgent:
             own.python, own.package, "test", 2, command, variables, os.fsencode(directory), elastic=7, loopback=True
         )
         self.send(job)
-        self.until(agent_messages.Ready)
+        self.until(agent_messages.HostReady)
 
     def send(self, message: Any) -> None:
         assert self.process.stdin is not None

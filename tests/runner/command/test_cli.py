@@ -13,7 +13,7 @@ import fusion_rt
 from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.cli import main, make_parser, make_plan
 from fusion_rt.runner.decisions.host_list import Host
-from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.limits import ElasticLimits
 from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan
 from fusion_rt.units import MIB
 from tests.for_each import for_each
@@ -166,7 +166,7 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
     assert plan.places.hosts == (Host("a", 2), Host("b", 3))
     assert plan.environment[b"HOROVOD_ELASTIC"] == b"1"
     assert plan.elastic is not None
-    assert plan.elastic.limits == Limits(1, 1, 4, 600.0, 100, 60.0, 30.0)
+    assert plan.elastic.limits == ElasticLimits(1, 1, 4, 600.0, 100, 60.0, 30.0)
     assert plan.elastic.cooldown == (10.0, 300.0)
     assert plan.elastic.script is not None
     assert not plan.warnings
@@ -187,7 +187,7 @@ def test_how_membership_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     plan = plan_of("-np", "3", "--min-np", "2", "-H", "a:2,b:2", *flags, "x")
     silence = plan.settings.heartbeat_timeout
-    limits = Limits(3, 2, None, 120.0, 3, 180.0, 30.0, probe=silence, restarts=False, begin=40.0, failures=7)
+    limits = ElasticLimits(3, 2, None, 120.0, 3, 180.0, 30.0, probe=silence, restarts=False, begin=40.0, failures=7)
     assert plan.elastic == ElasticPlan(limits, (5.0, 60.0))
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "7")
     plan = plan_of("--min-np", "2", "-H", "a:2", "x")

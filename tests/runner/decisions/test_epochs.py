@@ -9,7 +9,7 @@ from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.decisions.blacklist import Blacklist
 from fusion_rt.runner.decisions.epochs import Epochs
 from fusion_rt.runner.decisions.host_list import Host, parse_hosts
-from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.limits import ElasticLimits
 from fusion_rt.runner.decisions.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
 from fusion_rt.runner.decisions.places import Place, Places
 from tests.for_each import for_each
@@ -22,7 +22,7 @@ class World:
     """Hosts, agents, daemons and workers that do as they are told, unless a test has them fail; the `JobControl` of
     `Epochs`."""
 
-    def __init__(self, hosts: str, limits: Limits | None = None) -> None:
+    def __init__(self, hosts: str, limits: ElasticLimits | None = None) -> None:
         self.now = 0.0
         self.calls: list[tuple[object, ...]] = []
         self.said: list[str] = []
@@ -41,7 +41,7 @@ class World:
         self.reaching: list[tuple[str, int]] = []
         self.ended: list[Failure] | None = None
         blacklist = Blacklist(COOLDOWN_S, COOLDOWN_S, lambda: self.now, random.Random(0))
-        self.epochs = Epochs(limits or Limits(1, 1), blacklist, self, lambda: self.now)
+        self.epochs = Epochs(limits or ElasticLimits(1, 1), blacklist, self, lambda: self.now)
         self.find(hosts)
 
     # JobControl
@@ -245,7 +245,7 @@ class World:
 
 
 def test_the_first_epoch_begins_when_all_daemons_listen() -> None:
-    world = World("a:2,b:1", Limits(2, 1))
+    world = World("a:2,b:1", ElasticLimits(2, 1))
     assert world.calls == [("connect", "a"), ("connect", "b")]
     world.answer("a")
     world.listen("a")
@@ -413,7 +413,7 @@ def test_a_newcomer_that_ends_well_is_not_replaced() -> None:
 
 
 def test_a_host_that_is_cut_off_is_not_waited_for() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, leave=15))
     world.up()
     world.ask("a", error="host c is silent")
     assert world.hailed == ["b", "c"]
@@ -438,7 +438,7 @@ def test_a_host_that_is_cut_off_is_not_waited_for() -> None:
 
 
 def test_a_host_that_is_cut_off_and_whose_agent_should_have_said_something_for_long_is_given_up_at_once() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, leave=15))
     world.up()
     world.cut_off.add("c")
     world.silent["c"] = 0.9
@@ -450,7 +450,7 @@ def test_a_host_that_is_cut_off_and_whose_agent_should_have_said_something_for_l
 
 
 def test_a_host_whose_agent_is_silent_stays_if_nobody_misses_its_daemon() -> None:
-    world = World("a:1,b:1", Limits(2, 1, leave=15, probe=10))
+    world = World("a:1,b:1", ElasticLimits(2, 1, leave=15, probe=10))
     world.up()
     world.silent["b"] = 9.0
     world.ask("a")
@@ -459,7 +459,7 @@ def test_a_host_whose_agent_is_silent_stays_if_nobody_misses_its_daemon() -> Non
 
 
 def test_a_host_that_nobody_misses_has_more_time_to_answer() -> None:
-    world = World("a:1,b:1", Limits(2, 1, leave=15, probe=10))
+    world = World("a:1,b:1", ElasticLimits(2, 1, leave=15, probe=10))
     world.up()
     world.ask("a")
     world.wait(9)
@@ -469,7 +469,7 @@ def test_a_host_that_nobody_misses_has_more_time_to_answer() -> None:
 
 
 def test_a_daemon_that_others_have_lost_and_that_stands_still_is_ended_so_that_its_workers_leave() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, leave=15))
     world.up()
     world.epochs.missed("a", 1, (2,))
     world.epochs.missed("b", 1, (2,))
@@ -527,7 +527,7 @@ def test_of_hosts_that_miss_each_other_the_larger_part_goes_on() -> None:
 
 def test_of_hosts_that_never_came_up_together_those_are_left_out_that_the_most_have_not_reached() -> None:
     """One daemon's word is not enough: a has reached nobody, and c is heard first."""
-    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1))
     world.up(started=False)
     world.epochs.missed("c", 1, (0,))
     world.epochs.answered("a")
@@ -543,7 +543,7 @@ def test_of_hosts_that_never_came_up_together_those_are_left_out_that_the_most_h
 
 
 def test_a_daemon_that_does_not_say_whom_it_has_not_reached_is_not_waited_for() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1))
     world.up(started=False)
     world.epochs.missed("c", 1, (0,))
     world.epochs.answered("a")
@@ -553,7 +553,7 @@ def test_a_daemon_that_does_not_say_whom_it_has_not_reached_is_not_waited_for() 
 
 
 def test_a_word_about_a_daemon_that_is_replaced_is_not_about_the_new_one() -> None:
-    world = World("a:1,b:1", Limits(2, 2))
+    world = World("a:1,b:1", ElasticLimits(2, 2))
     world.up()
     world.crash("b")
     world.listen()
@@ -577,7 +577,7 @@ def test_of_two_hosts_that_miss_each_other_the_first_goes_on() -> None:
 
 def test_who_has_lost_one_host_after_the_other_is_taken_for_the_one_that_is_cut_off() -> None:
     """a is cut off from b and c, and notices that it does not hear c before anybody notices more."""
-    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1))
     world.up()
     world.cut_off.add("c")
     world.epochs.missed("a", 1, (2,))
@@ -600,7 +600,7 @@ def test_who_has_lost_one_host_after_the_other_is_taken_for_the_one_that_is_cut_
 
 
 def test_a_host_does_not_try_for_ever_to_reach_a_daemon_that_is_gone() -> None:
-    world = World("a:1,b:1", Limits(2, 2))
+    world = World("a:1,b:1", ElasticLimits(2, 2))
     world.up()
     world.cut_off.add("b")
     world.epochs.missed("a", 1, (1,))
@@ -635,7 +635,7 @@ def test_whom_a_host_could_not_reach_may_be_gone() -> None:
 
 
 def test_without_replacements_a_failed_worker_costs_its_host_and_nobody_else() -> None:
-    world = World("a:2,b:1,c:1", Limits(1, 1, restarts=False))
+    world = World("a:2,b:1,c:1", ElasticLimits(1, 1, restarts=False))
     world.up()
     world.calls.clear()
     world.fail("a")
@@ -653,7 +653,7 @@ def test_without_replacements_a_failed_worker_costs_its_host_and_nobody_else() -
 
 
 def test_a_host_comes_back_after_its_cooldown() -> None:
-    world = World("a:1,b:1", Limits(1, 1, restarts=False))
+    world = World("a:1,b:1", ElasticLimits(1, 1, restarts=False))
     world.up()
     world.fail("a")
     world.ask()
@@ -747,7 +747,7 @@ def test_a_host_whose_daemon_crashes_again_is_left_out() -> None:
 
 
 def test_a_job_that_needs_all_waits_for_a_daemon_that_has_crashed() -> None:
-    world = World("a:1,b:1", Limits(2, 2))
+    world = World("a:1,b:1", ElasticLimits(2, 2))
     world.up()
     world.crash("a")
     world.ask()
@@ -781,7 +781,7 @@ def test_an_error_that_all_workers_survive_is_the_reason_if_there_is_no_other() 
 
 
 def test_new_hosts_are_met_before_anybody_is_told() -> None:
-    world = World("a:1", Limits(1, 1))
+    world = World("a:1", ElasticLimits(1, 1))
     world.up()
     world.calls.clear()
     world.find("a:1,b:1")
@@ -833,7 +833,7 @@ def test_hosts_that_go_are_news_when_the_new_ones_are_ready_to_begin() -> None:
 
 
 def test_hosts_for_which_there_is_no_room_are_no_news() -> None:
-    world = World("a:1,b:1", Limits(2, 1, most=2))
+    world = World("a:1,b:1", ElasticLimits(2, 1, most=2))
     world.up()
     world.calls.clear()
     world.find("a:1,b:2,c:1")
@@ -883,7 +883,7 @@ def test_a_newcomer_for_which_there_is_no_room_any_more_is_removed() -> None:
 
 
 def test_a_job_waits_for_workers_and_then_goes_on() -> None:
-    world = World("a:1,b:1", Limits(2, 2, timeout=60))
+    world = World("a:1,b:1", ElasticLimits(2, 2, timeout=60))
     world.up()
     world.lose("b")
     world.ask()
@@ -903,7 +903,7 @@ def test_a_job_waits_for_workers_and_then_goes_on() -> None:
 
 
 def test_a_job_waits_no_longer_than_it_may() -> None:
-    world = World("a:1,b:1", Limits(2, 2, timeout=60))
+    world = World("a:1,b:1", ElasticLimits(2, 2, timeout=60))
     world.up()
     world.lose("b")
     world.find("a:1")
@@ -926,7 +926,7 @@ def test_a_job_waits_no_longer_than_it_may() -> None:
 
 
 def test_agents_and_daemons_have_a_limit_of_their_own_for_coming_up() -> None:
-    world = World("a:1,b:1", Limits(2, 2, timeout=1, start=30))
+    world = World("a:1,b:1", ElasticLimits(2, 2, timeout=1, start=30))
     world.wait(20)
     assert world.ended is None, "the agents have not answered yet"
     world.answer("a")
@@ -941,7 +941,7 @@ def test_agents_and_daemons_have_a_limit_of_their_own_for_coming_up() -> None:
 
 
 def test_a_job_that_as_many_workers_are_no_use_for_waits_for_another_number() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, timeout=60, resets=2))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, timeout=60, resets=2))
     world.up()
     for fault in range(2):
         world.wait(61)
@@ -967,7 +967,7 @@ def test_a_job_that_as_many_workers_are_no_use_for_waits_for_another_number() ->
 
 
 def test_a_job_that_as_many_workers_are_no_use_for_waits_no_longer_than_it_may() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, timeout=60))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, timeout=60))
     world.up()
     world.lose("c")
     world.find("a:1,b:1")
@@ -983,7 +983,7 @@ def test_a_job_that_as_many_workers_are_no_use_for_waits_no_longer_than_it_may()
 
 
 def test_the_first_epoch_waits_for_all_workers_that_were_asked_for() -> None:
-    world = World("a:1", Limits(2, 1, timeout=60))
+    world = World("a:1", ElasticLimits(2, 1, timeout=60))
     world.answer()
     world.listen()
     assert world.places is None
@@ -992,7 +992,7 @@ def test_the_first_epoch_waits_for_all_workers_that_were_asked_for() -> None:
 
 
 def test_a_job_is_reset_no_more_often_than_it_may() -> None:
-    world = World("a:1,b:1", Limits(2, 2, resets=1))
+    world = World("a:1,b:1", ElasticLimits(2, 2, resets=1))
     world.up()
     world.crash("a")
     world.ask()
@@ -1007,7 +1007,7 @@ def test_a_job_is_reset_no_more_often_than_it_may() -> None:
 
 
 def test_a_fault_and_the_return_of_the_lost_are_one_reset() -> None:
-    world = World("a:1,b:1", Limits(2, 1, resets=2))
+    world = World("a:1,b:1", ElasticLimits(2, 1, resets=2))
     world.up()
     for fault in range(2):
         world.wait(61)
@@ -1023,7 +1023,7 @@ def test_a_fault_and_the_return_of_the_lost_are_one_reset() -> None:
 
 
 def test_a_host_that_is_new_is_a_reset_and_one_that_comes_back_is_none() -> None:
-    world = World("a:1", Limits(1, 1, resets=2))
+    world = World("a:1", ElasticLimits(1, 1, resets=2))
     world.up()
     world.find("a:1,b:1")
     world.come()
@@ -1042,7 +1042,7 @@ def test_a_host_that_is_new_is_a_reset_and_one_that_comes_back_is_none() -> None
 
 
 def test_a_newcomer_that_hangs_before_it_asks_is_killed_and_counts_as_one_that_fails() -> None:
-    world = World("a:1,b:1", Limits(1, 1, begin=30))
+    world = World("a:1,b:1", ElasticLimits(1, 1, begin=30))
     world.up()
     world.fail("b")
     world.ask()
@@ -1066,7 +1066,7 @@ def test_a_newcomer_that_hangs_before_it_asks_is_killed_and_counts_as_one_that_f
 
 
 def test_who_does_not_leave_in_time_is_killed_and_its_host_left_out() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, leave=15))
     world.up()
     world.fail("c")
     world.wait(100)
@@ -1088,7 +1088,7 @@ def test_who_does_not_leave_in_time_is_killed_and_its_host_left_out() -> None:
 
 
 def test_a_rank_that_saves_a_checkpoint_when_another_one_is_lost_is_waited_for() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1))
     world.up()
     world.fail("c")
     world.calls.clear()
@@ -1102,7 +1102,7 @@ def test_a_rank_that_saves_a_checkpoint_when_another_one_is_lost_is_waited_for()
 
 
 def test_a_host_where_nobody_can_be_killed_is_dropped() -> None:
-    world = World("a:1,b:1", Limits(2, 1, leave=15))
+    world = World("a:1,b:1", ElasticLimits(2, 1, leave=15))
     world.up()
     world.ask("a")
     world.epochs.answered("b")
@@ -1114,7 +1114,7 @@ def test_a_host_where_nobody_can_be_killed_is_dropped() -> None:
 
 
 def test_when_others_have_ended_well_nobody_is_hurried() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, leave=15))
     world.up()
     world.finish("a")
     world.ask("b")
@@ -1125,7 +1125,7 @@ def test_when_others_have_ended_well_nobody_is_hurried() -> None:
 
 
 def test_a_daemon_that_does_not_listen_is_not_waited_for() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 1, start=30))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 1, start=30))
     world.answer()
     world.listen("a", "c")
     world.wait(29)
@@ -1138,7 +1138,7 @@ def test_a_daemon_that_does_not_listen_is_not_waited_for() -> None:
 
 
 def test_a_survivor_that_dies_while_the_job_waits_is_no_survivor() -> None:
-    world = World("a:1,b:1,c:1", Limits(3, 2))
+    world = World("a:1,b:1,c:1", ElasticLimits(3, 2))
     world.up()
     world.lose("c")
     world.crash("b")
@@ -1209,7 +1209,7 @@ def test_a_job_that_has_no_state_yet_may_begin_again() -> None:
 
 
 def test_a_job_whose_workers_fail_on_all_hosts_before_it_has_come_up_ends_with_their_error() -> None:
-    world = World("a:2,b:2", Limits(4, 1))
+    world = World("a:2,b:2", ElasticLimits(4, 1))
     world.up(started=False)
     world.fail("a", status=1)
     world.unused("a", "b")
@@ -1228,7 +1228,7 @@ def test_a_job_on_one_host_ends_when_a_worker_fails_before_it_has_come_up() -> N
 
 
 def test_a_host_that_is_needed_and_fails_at_each_start_ends_the_job() -> None:
-    world = World("a:1,b:1", Limits(2, 2))
+    world = World("a:1,b:1", ElasticLimits(2, 2))
     for start in (1, 2, 3):
         assert world.ended is None, f"before start {start}"
         world.up(started=False)
@@ -1275,7 +1275,7 @@ def test_a_worker_that_has_ended_well_does_not_ask() -> None:
 
 
 def test_the_only_survivors_stay_on_a_host_that_is_left_out() -> None:
-    world = World("a:2", Limits(1, 1, restarts=False))
+    world = World("a:2", ElasticLimits(1, 1, restarts=False))
     world.up()
     world.fail("a", 0)
     world.ask()
@@ -1309,7 +1309,7 @@ def test_hosts_that_all_fail_at_the_start_end_the_job() -> None:
 
 
 def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:
-    world = World("a:1,b:1", Limits(1, 1, start=30))
+    world = World("a:1,b:1", ElasticLimits(1, 1, start=30))
     world.answer("a")
     world.listen("a")
     world.wait(29)
@@ -1344,7 +1344,9 @@ def test_news_of_an_epoch_that_is_over_is_none() -> None:
 def test_whatever_happens_the_state_survives_and_the_job_comes_to_an_end(seed: int) -> None:
     rng = random.Random(seed)
     names = "abcd"
-    limits = Limits(2, rng.choice([1, 2, 3]), rng.choice([None, 5]), timeout=120, leave=15, restarts=rng.random() < 0.8)
+    limits = ElasticLimits(
+        2, rng.choice([1, 2, 3]), rng.choice([None, 5]), timeout=120, leave=15, restarts=rng.random() < 0.8
+    )
     world = World("a:2,b:2,c:2,d:2", limits)
     has_state: set[Place] = set()
     number, is_up = 0, False

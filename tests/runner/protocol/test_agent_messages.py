@@ -17,7 +17,7 @@ ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "k" * 40)
 EPOCH = agent_messages.Epoch(2, 0, Topology(("a", "b"), ((0, 1), ())), (0, 3))
 REFORM = Reform(2, EPOCH.topology, (1,), (ENDPOINT,))
 FROM_AGENT = [
-    agent_messages.Ready(),
+    agent_messages.HostReady(),
     agent_messages.Refused(("no disk", "no \u2713")),
     agent_messages.DaemonUp(ENDPOINT, 1),
     agent_messages.DaemonDown(2, -9),
@@ -35,7 +35,7 @@ FROM_AGENT = [
     agent_messages.Stopped(),
 ]
 COMMANDS = [
-    agent_messages.Ping(),
+    agent_messages.SignOfLife(),
     agent_messages.Stop(5.0),
     agent_messages.Hail(),
     agent_messages.CheckDaemon(2),

@@ -9,24 +9,24 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.torch.core.runtime import runtime
-from fusion_rt.torch.elastic.survival import Report, planned_ahead
+from fusion_rt.torch.elastic.survival import RankReport, planned_ahead
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 
 STEPS = 12
 
 
 def test_all_ranks_or_none_ask_for_a_plan_ahead() -> None:
-    old, new = Report(has_values=True, plans_ahead=(True, False)), Report(plans_ahead=(True, True))
+    old, new = RankReport(has_values=True, plans_ahead=(True, False)), RankReport(plans_ahead=(True, True))
     assert planned_ahead([old, new]) == (True, False)
     assert planned_ahead([old, new._replace(plans_ahead=(False, True))]) == (False, False)
 
 
 def test_nobody_asks_for_a_plan_ahead_where_ranks_have_made_other_optimizers() -> None:
-    assert planned_ahead([Report(has_values=True, plans_ahead=(True,)), Report(plans_ahead=(True, True))]) == ()
+    assert planned_ahead([RankReport(has_values=True, plans_ahead=(True,)), RankReport(plans_ahead=(True, True))]) == ()
 
 
 def test_nobody_asks_for_a_plan_ahead_when_a_job_begins() -> None:
-    assert planned_ahead([Report(plans_ahead=(True,)), Report(plans_ahead=(True,))]) == ()
+    assert planned_ahead([RankReport(plans_ahead=(True,)), RankReport(plans_ahead=(True,))]) == ()
 
 
 def make(kind: str) -> tuple[torch.nn.Sequential, Any]:

@@ -22,7 +22,7 @@ import fusion_rt.torch as hvd
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic import survival
-from fusion_rt.torch.elastic.survival import Conclusion, Report, conclude
+from fusion_rt.torch.elastic.survival import Conclusion, RankReport, conclude
 from fusion_rt.torch.sync.overlap.pending_gradients import PendingGradients
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.when import Outcome
@@ -35,8 +35,8 @@ SMALL = {"HOROVOD_FUSION_THRESHOLD": "256"}  # bytes: each parameter has a bucke
 # --- what reports lead to ---------------------------------------------------------------------------------------------
 
 
-def report(completed: int, begun: int = 0, **changes: Any) -> Report:
-    known = Report(has_values=True, stays=True, completed=completed, begun=begun or completed + 1, failed=(0,))
+def report(completed: int, begun: int = 0, **changes: Any) -> RankReport:
+    known = RankReport(has_values=True, stays=True, completed=completed, begun=begun or completed + 1, failed=(0,))
     return known._replace(last=((0, Outcome.TAKEN),))._replace(**changes)
 
 

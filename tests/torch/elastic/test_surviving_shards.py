@@ -14,7 +14,7 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt import algorithms
 from fusion_rt.torch.core import process_sets
-from fusion_rt.torch.elastic.survival import Conclusion, Report, conclude
+from fusion_rt.torch.elastic.survival import Conclusion, RankReport, conclude
 from fusion_rt.torch.sync.checkpoint import why_only_at_commits
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.synchroniser import Synchroniser
@@ -31,9 +31,11 @@ Fault: TypeAlias = tuple[int, int, str]  # the step, who, and at which point
 # --- what reports lead to ---------------------------------------------------------------------------------------------
 
 
-def report(clock: int, in_step: bool = True, completed: int = 4, **changes: Any) -> Report:
+def report(clock: int, in_step: bool = True, completed: int = 4, **changes: Any) -> RankReport:
     shards = ShardClock(1 << 20, 7, clock, in_step)._replace(**changes)
-    known = Report(has_values=True, stays=True, completed=completed, begun=5, failed=(0,), last=((0, Outcome.TAKEN),))
+    known = RankReport(
+        has_values=True, stays=True, completed=completed, begun=5, failed=(0,), last=((0, Outcome.TAKEN),)
+    )
     return known._replace(shard_clocks=(shards,), in_step=in_step)
 
 

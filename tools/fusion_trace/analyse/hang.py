@@ -23,7 +23,7 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.host.private_files import open_private
 from fusion_rt.host.stacks import STACK_BYTES, STACK_SIGNAL, is_handled
 from fusion_rt.local import stack_text
-from fusion_rt.local.daemons import OWN_STACKS, Found, NoAnswer, ask, find
+from fusion_rt.local.daemons import OWN_STACKS, FoundDaemon, NoAnswer, ask, find
 
 _PATIENCE = 1.0  # seconds for a daemon to write its own stack
 _LOOK = 0.03  # seconds between looks at it
@@ -33,7 +33,7 @@ _LOOK = 0.03  # seconds between looks at it
 class Daemon:
     """A daemon of this host. `told`: its answer, or None, and then `why_not`."""
 
-    found: Found
+    found: FoundDaemon
     pid: int
     told: dict[str, Any] | None
     why_not: str
@@ -62,7 +62,7 @@ def look(root: str, job: str, everyone: bool, timeout: float) -> Iterator[dict[s
                 yield _document(name, daemons)
 
 
-def _look_at(found: Found, everyone: bool, timeout: float) -> Daemon:
+def _look_at(found: FoundDaemon, everyone: bool, timeout: float) -> Daemon:
     why_not, told = "", None
     try:
         pid, told = ask(found, wire.HangRequest(everyone), timeout)
@@ -91,7 +91,7 @@ def _document(job: str, daemons: Sequence[Daemon]) -> dict[str, Any]:
     return document
 
 
-def _stack(found: Found, pid: int) -> wire.Stack:
+def _stack(found: FoundDaemon, pid: int) -> wire.Stack:
     """Returns the stack of a daemon's main thread; an empty one if the daemon does not write it."""
     path = os.path.join(found.directory, OWN_STACKS)
     try:

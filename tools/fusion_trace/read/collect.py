@@ -20,7 +20,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host.private_files import replacing
-from fusion_rt.local.daemons import Found, NoAnswer, ask, find
+from fusion_rt.local.daemons import FoundDaemon, NoAnswer, ask, find
 from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT
 from fusion_trace.read.ring_reader import RECORD_DTYPE, RECORDS_AT, Header, Records, TraceError, header_of
 
@@ -42,7 +42,7 @@ class Fetched:
     why_not: str = ""
 
 
-def daemon_of(root: str, job: str) -> Found:
+def daemon_of(root: str, job: str) -> FoundDaemon:
     """Finds a daemon on this host to ask; of the only job that runs here, if none is named.
 
     Args:
@@ -64,7 +64,7 @@ def daemon_of(root: str, job: str) -> Found:
     return found[0]
 
 
-def collect(daemon: Found, directory: str, timeout: float) -> Iterator[Fetched]:
+def collect(daemon: FoundDaemon, directory: str, timeout: float) -> Iterator[Fetched]:
     """Fetches all rings into a directory, one after the other.
 
     Args:
@@ -93,7 +93,7 @@ def collect(daemon: Found, directory: str, timeout: float) -> Iterator[Fetched]:
             yield _one(daemon, node, host, str(ring["name"]), directory, timeout)
 
 
-def _one(daemon: Found, node: int, host: str, name: str, directory: str, timeout: float) -> Fetched:
+def _one(daemon: FoundDaemon, node: int, host: str, name: str, directory: str, timeout: float) -> Fetched:
     path = os.path.join(directory, os.path.basename(name))
 
     def read(offset: int, nbytes: int) -> bytes:
