@@ -210,36 +210,6 @@ def diff(
 
 
 @app.command()
-def topology(
-    graph: Annotated[
-        str,
-        typer.Argument(
-            help="ring, torus, exponential, one-peer-exponential, complete, bipartite, hypercube, random-pairs, or "
-            "file:PATH with a matrix of weights, one row a rank."
-        ),
-    ],
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
-    clock: Annotated[
-        int | None, typer.Option(help="Draw the graph of this clock only; by default the edges of all clocks.", min=0)
-    ] = None,
-    draw: Annotated[bool, typer.Option(help="Draw the graph.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Shows a mixing graph for decentralised training: how fast it averages, at what cost, and what can use it."""
-    from fusion_rt.core.mixing import parse
-    from fusion_trace.report import mixing_page
-
-    mixing = parse(graph, ranks)
-
-    def page() -> None:
-        mixing_page.show(mixing)
-        if draw:
-            typer.echo("\n" + mixing_page.drawing(mixing, clock))
-
-    show(as_json, lambda: mixing_page.as_document(mixing, clock), page)
-
-
-@app.command()
 def hang(
     job: Annotated[str, typer.Option(help="Id of the job; by default, all jobs with daemons on this host.")] = "",
     everyone: Annotated[
