@@ -4,24 +4,28 @@
     python -m benchmarks.scale --quick
     python -m benchmarks.scale --validate
 
-What messages, kernels and codecs cost is measured on this machine, on loopback, in a few seconds; the rest is simulated
-(docs/simulation.md): up to 16 nodes (with homes, 32) message by message, by the daemon's own exchanges and algorithms;
-beyond, one node stands for all, or, with homes, the busiest part says by how much a step is longer. *A step* computes
-for `--compute` seconds, two thirds of it backward, in which buckets become ready one after the other; *sent* is what a
-node sends in one. Nodes' times to compute differ by `--jitter` (relative deviation).
+Predictions are those of the model by which `--auto` and `fusion-trace whatif` predict (`fusion_rt.choice.step_model`).
+The cost of a worker's operation and of the codecs is measured on this machine in a few seconds; a message costs a
+daemon `MESSAGE`. *A step* computes for `--compute` seconds, two thirds of it backward, in which buckets become ready
+one after the other; *sent* is what a node sends in one. Nodes' times to compute differ by `--jitter` (relative
+deviation): where all are waited for, the slowest one counts.
 
 `--validate` (root needed) measures all-reduces of 2 and 4 netlab hosts at 1 Gbit/s, 200 and 100 Mbit/s, and compares.
-All hosts are on one machine then, whose cores they share, in the simulation too.
+All hosts are on one machine then, whose processors they share.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,27 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import launch, machine
+from benchmarks.netlab.iproute import bits_per_second
+from fusion_rt import algorithms, codecs
+from fusion_rt.algorithms import Algorithm, Place, Signal
+from fusion_rt.choice.codec_costs import Encoded, measured
+from fusion_rt.choice.step_model import (
+    Action,
+    BucketCost,
+    Compute,
+    HandOver,
+    Network,
+    Parcel,
+    Wait,
+    around_steps,
+    exchange_cost,
+    in_turn,
+    walk,
+)
+from fusion_rt.codecs.base import Layout, Span
+from fusion_rt.core import mixing
+from fusion_rt.core.cost import CostModel
+from fusion_rt.core.dtypes import DTYPES
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 NODES = tuple(2**k for k in range(1, 13))
@@ -45,13 +70,35 @@ ALGORITHMS = (
 )  # fmt: skip
 RATES = ("1gbit", "200mbit", "100mbit")
 SIZES = (65_536, 1_048_576, 12_800_000)  # bytes, of what is validated
+MESSAGE = 70e-6  # seconds of a daemon's event loop, for a message that it sends and one that it receives
+STEPS, RANKS = 4, 16  # that are walked through; where ranks do not wait for each other, so many of them
+TENSORS = 50
+THRESHOLD = 64 << 20  # bytes of a bucket
+CHUNK = 2 << 20  # bytes of a message
+FRAMED = 1514 / 1448  # bytes on a link for each of payload
 
 
-def calibrate(codecs: Sequence[str]) -> Any:
-    """Measures the costs of the simulation on this machine; that of a worker's operation by a job."""
-    from benchmarks.prediction.costs import costs
+@dataclass(frozen=True)
+class Case:
+    """A step to be predicted.
 
-    return costs(codecs, launch.fusionrun(1, ["-m", "benchmarks.scale", "--worker", "4"])["4"])
+    Attributes:
+        algorithm, codec: their texts.
+        compute: seconds a step; `jitter`: its relative deviation between ranks and steps.
+        parameters: of the model, in `TENSORS` equal matrices.
+    """
+
+    algorithm: str
+    codec: str
+    nodes: int
+    compute: float
+    jitter: float = 0.02
+    parameters: int = 25_600_000
+
+
+def calibrate() -> float:
+    """Measures the seconds of a worker's operation on this machine, by a job of one rank."""
+    return float(launch.fusionrun(1, ["-m", "benchmarks.scale", "--worker", "4"])["4"])
 
 
 def worker(sizes: Sequence[int]) -> None:
@@ -82,27 +129,101 @@ def worker(sizes: Sequence[int]) -> None:
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
-def predict(costs: Any, nodes: Sequence[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Predicts a row for each algorithm, codec and number of nodes."""
-    from benchmarks.netlab.iproute import bits_per_second
-    from benchmarks.prediction.predictor import Case, Predictor
-    from fusion_rt.algorithms import Place, parse
-    from fusion_trace.simulate.model import ethernet
-
-    link = ethernet(bits_per_second(arguments.rate), arguments.latency)
-    predictor = Predictor(link, costs)
+def predict(local: float, nodes: Sequence[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predicts a row for each algorithm, codec and number of nodes. `local`: seconds of a worker's operation."""
+    link = CostModel(arguments.latency, 8 * FRAMED / bits_per_second(arguments.rate))
     rows = []
     for algorithm in arguments.algorithms.split(";"):
-        spec = parse(algorithm)
-        for codec in _codecs_for(
-            spec.place is Place.NOWHERE and spec.period == 1, spec.name, arguments.codecs.split(";")
-        ):
+        spec = algorithms.parse(algorithm)
+        gradients_of_all = spec.place is Place.NOWHERE and spec.period == 1
+        for codec in _codecs_for(gradients_of_all, spec.name, arguments.codecs.split(";")):
             for count in nodes:
                 case = Case(algorithm, codec, count, arguments.compute, arguments.jitter, arguments.parameters)
-                found = predictor(case)
+                found = predict_case(link, local, case)
                 if found is not None:
                     rows.append({"algorithm": algorithm, "codec": codec, "nodes": count, **found})
     return rows
+
+
+def predict_case(link: CostModel, local: float, case: Case) -> dict[str, float] | None:
+    """Predicts a step.
+
+    Returns:
+        Its seconds, for how long it is kept waiting, and bytes that a node sends in it; None if so many nodes cannot do
+        this.
+    """
+    spec = algorithms.parse(case.algorithm)
+    try:
+        spec.check(min(case.nodes, mixing.MAX_RANKS))
+    except algorithms.AlgorithmError:
+        return None
+    every = spec if spec.period == 1 else replace(spec, steps=1)  # type: ignore[call-arg]  # an exchange in each step
+    tensors = _tensors_of_buckets(case, spec)
+    costs = [_cost(link, local, case, every, count, len(tensors)) for count in tensors]
+    together = every.lockstep and every.waits_for_answers
+    programs = [_program(every, tensors, _computing(case, rank)) for rank in range(1 if together else RANKS)]
+    if together:
+        slowest = [max(step) for step in zip(*(_computing(case, rank) for rank in range(case.nodes)), strict=True)]
+        programs = [_program(every, tensors, slowest)]
+    ends = walk(programs, costs, together).ends
+    seconds = statistics.fmean((its[-1] - its[0]) / (STEPS - 1) for its in ends)  # in the first, nothing is under way
+    waited = max(seconds - case.compute, 0.0) / spec.period
+    sent = sum(cost.sent for cost in costs) / spec.period
+    return {"seconds": case.compute + waited, "waited": waited, "sent": sent}
+
+
+def _tensors_of_buckets(case: Case, spec: Algorithm) -> list[int]:
+    """Returns how many tensors each bucket of a plan has: with shards, so few that each node has its share."""
+    tensor = 4 * math.prod(_shape(case))
+    threshold = min(THRESHOLD, -(-tensor * TENSORS // case.nodes)) if spec.at_shards else THRESHOLD
+    together = max(1, threshold // tensor)
+    return [min(together, TENSORS - first) for first in range(0, TENSORS, together)]
+
+
+def _shape(case: Case) -> tuple[int, int]:
+    elements = max(case.parameters // TENSORS, 1)
+    rows = max(int(elements**0.5), 1)
+    return rows, elements // rows
+
+
+def _cost(link: CostModel, local: float, case: Case, spec: Algorithm, tensors: int, buckets: int) -> BucketCost:
+    """Returns the cost of a bucket with so many tensors, one of so many buckets."""
+    encoded = _encoded(case.codec, _shape(case))
+    nbytes = 4 * math.prod(_shape(case)) * tensors
+    parcel = Parcel(nbytes, tensors * encoded.nbytes, encoded.exchange)
+    cost = exchange_cost(Network(case.nodes, 1, link, CHUNK), spec, parcel, buckets)
+    rounds = cost.after / link.latency if link.latency else 0.0  # of messages, one after the other
+    if not spec.at_homes and encoded.exchange == "owners":  # each hears of all others, twice
+        rounds = 2 * (case.nodes - 1)
+    if spec.at_shards:  # its home hears of each rank
+        rounds = 2 * (case.nodes - 1) / min(case.nodes, buckets)
+    return cost._replace(work=local + tensors * encoded.seconds + rounds * MESSAGE)
+
+
+@cache
+def _encoded(codec: str, shape: tuple[int, int]) -> Encoded:
+    """Returns what a codec makes of a tensor."""
+    count = math.prod(shape)
+    return measured(codecs.parse(codec), Layout(DTYPES["float32"], count, (Span("tensor", 0, count, shape),)))
+
+
+def _computing(case: Case, rank: int) -> list[float]:
+    """Returns the seconds for which a rank computes in each step."""
+    dice = random.Random(rank)
+    return [case.compute * max(dice.gauss(1.0, case.jitter), 0.1) for _ in range(STEPS)]
+
+
+def _program(spec: Algorithm, tensors: Sequence[int], steps: Sequence[float]) -> list[list[Action]]:
+    """Returns the program of a rank that computes for so many seconds in each of its steps."""
+    if spec.signal is not Signal.GRADIENT:
+        return around_steps(steps, len(tensors), spec)
+    found: list[list[Action]] = []
+    for compute in steps:
+        step: list[Action] = [Compute(compute / 3)]
+        for index, count in enumerate(tensors):
+            step += [Compute(compute * 2 / 3 * count / TENSORS), HandOver(index)]
+        found.append([*step, *(Wait(index) for index in range(len(tensors)))])
+    return found
 
 
 def _codecs_for(gradients_of_all: bool, name: str, codecs: Sequence[str]) -> list[str]:
@@ -119,35 +240,27 @@ def _codecs_for(gradients_of_all: bool, name: str, codecs: Sequence[str]) -> lis
 # --- validation -------------------------------------------------------------------------------------------------------
 
 
-def validate(costs: Any, hosts: Sequence[int], rates: Sequence[str]) -> list[dict[str, Any]]:
-    """Measures and predicts all-reduces of netlab hosts."""
+def validate(local: float, hosts: Sequence[int], rates: Sequence[str]) -> list[dict[str, Any]]:
+    """Measures and predicts all-reduces of netlab hosts. `local`: seconds of a worker's operation."""
     rows = []
     for count in hosts:
         for rate in rates:
             command = ["-m", "benchmarks.scale", "--worker", ",".join(map(str, SIZES))]
             measured = launch.on_hosts(count, rate, command)
             for nbytes in SIZES:
-                seconds = _all_reduce(costs, count, rate, nbytes)
+                seconds = all_reduce(local, count, rate, nbytes)
                 error = seconds / measured[str(nbytes)] - 1
                 rows.append({"hosts": count, "rate": rate, "bytes": nbytes, "measured": measured[str(nbytes)],
                              "predicted": seconds, "error": error})  # fmt: skip
     return rows
 
 
-def _all_reduce(costs: Any, hosts: int, rate: str, nbytes: int) -> float:
-    from benchmarks.netlab.iproute import bits_per_second
-    from fusion_trace.simulate.model import Bucket, equal, ethernet
-    from fusion_trace.simulate.programs import Submit, Wait
-    from fusion_trace.simulate.simulation import Job
-
-    cluster = equal(
-        hosts,
-        ethernet(bits_per_second(rate), 30e-6),
-        costs=costs,
-        machines=(0,) * hosts,
-        processors=(os.cpu_count() or 1,),
-    )
-    return Job(cluster, [[(Submit(0), Wait(0))] * 3] * hosts, [Bucket(nbytes)]).run().step_seconds()
+def all_reduce(local: float, hosts: int, rate: str, nbytes: int) -> float:
+    """Predicts the seconds of an all-reduce of hosts on this machine."""
+    network = Network(hosts, 1, CostModel(30e-6, 8 * FRAMED / bits_per_second(rate)), CHUNK)
+    cost = exchange_cost(network, algorithms.parse("allreduce"), Parcel(nbytes, nbytes), 1)
+    crowded = max(1.0, hosts / (os.cpu_count() or 1))
+    return in_turn([0.0], [cost._replace(work=crowded * (local + cost.after / 30e-6 * MESSAGE))])
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -209,14 +322,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.quick:
             arguments.algorithms, arguments.codecs = "allreduce;bsp;dpsgd(topology='ring')", "dense;topk(density=0.01)"
             nodes, hosts, rates = [2, 16, 256], [2], RATES[:1]
-        costs = calibrate(arguments.codecs.split(";"))
+        local = calibrate()
         document: dict[str, Any] = {
-            "machine": msgspec.to_builtins(machine.describe()), "costs": msgspec.to_builtins(costs),
+            "machine": msgspec.to_builtins(machine.describe()), "operation": local,
             "rate": arguments.rate, "latency": arguments.latency, "parameters": arguments.parameters,
-            "compute": arguments.compute, "jitter": arguments.jitter, "predicted": predict(costs, nodes, arguments),
+            "compute": arguments.compute, "jitter": arguments.jitter, "predicted": predict(local, nodes, arguments),
         }  # fmt: skip
         if arguments.validate:
-            document["validated"] = validate(costs, hosts, rates)
+            document["validated"] = validate(local, hosts, rates)
         elif arguments.out.exists():
             document["validated"] = json.loads(arguments.out.read_text(encoding="utf-8")).get("validated")
         os.makedirs(arguments.out.parent, exist_ok=True)

@@ -182,7 +182,7 @@ SUITES = {
         "settings found by --autotune and --auto, beside the best of a sweep", 30, (_lab(""),), (_lab("--quick"),),
     ),
     "scale": Suite(
-        "steps of 2 to 4,096 nodes, simulated from costs that are measured here", 5,
+        "steps of 2 to 4,096 nodes, predicted from costs that are measured here", 5,
         (_part(""),), (_part("--quick"),), common=False,
     ),
     "tracing": Suite(

@@ -112,16 +112,18 @@ def test_a_job_uses_the_packages_codec_and_algorithm(package: Path, fusionrun: A
     np.testing.assert_array_equal(second["voted"], weight)
 
 
-def test_the_simulation_has_the_packages_codec(package: Path) -> None:
+def test_a_prediction_has_the_packages_codec(package: Path) -> None:
     code = (
-        "import sys; from fusion_trace.simulate.measuring import codec_costs; "
-        "print(codec_costs('fixed', 1 << 10).ratio, 'torch' in sys.modules)"
+        "import sys; from fusion_rt import codecs; from fusion_rt.choice.codec_costs import measured; "
+        "from fusion_rt.core.dtypes import DTYPES; "
+        "print(measured(codecs.parse('fixed'), codecs.Layout(DTYPES['float32'], 1 << 10)).nbytes, "
+        "'torch' in sys.modules)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(package)}, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert run.stdout.split() == ["0.25", "False"]
+    assert run.stdout.split() == ["1024", "False"]
 
 
 @pytest.mark.parametrize("nodes", [2, 3])

@@ -34,7 +34,6 @@ AREAS = (
     "fusiond",
     "fusiond.algorithms.shard_optimizer",
     "fusion_trace",
-    "fusion_trace.simulate",
 )
 ALLOWED = {
     "fusion_rt": {"fusion_rt"},
@@ -61,9 +60,7 @@ ALLOWED = {
     "fusiond": {"fusion_rt", "fusiond", "fusiond.algorithms.shard_optimizer"},
     # The one module of the daemon that may import torch: late, for the optimizers of shards.
     "fusiond.algorithms.shard_optimizer": {"fusion_rt", "fusiond", "torch"},
-    "fusion_trace": {"fusion_rt", "fusion_trace", "fusion_trace.simulate"},
-    # It runs the daemon's own exchanges and algorithms.
-    "fusion_trace.simulate": {"fusion_rt", "fusion_trace", "fusion_trace.simulate", "fusiond"},
+    "fusion_trace": {"fusion_rt", "fusion_trace"},
 }
 
 

@@ -170,7 +170,9 @@ def candidates(
         return plain
     found = []
     for codec, cost in CODECS.items() if codecs else [(default.codec, CODECS["dense"])]:
-        coded = [replace(one, codec=codec) for one in plain if one.exchange == default.exchange or not cost.sums]
+        coded = [
+            replace(one, codec=codec) for one in plain if one.exchange == default.exchange or cost.exchange == "chunks"
+        ]
         found += coded
         if level == "async" and late:
             found += [replace(one, late=True) for one in coded]

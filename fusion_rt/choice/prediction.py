@@ -17,8 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from fusion_rt import algorithms
 from fusion_rt.choice.candidates import Mathematics, Setting
 from fusion_rt.choice.codec_costs import ALLREDUCE, CodecCost, cost_of
+from fusion_rt.choice.step_model import BucketCost, Network, Parcel, exchange_cost, in_turn
 from fusion_rt.core.cost import CostModel
 
 ALIKE = 1.05
@@ -27,6 +31,7 @@ SAME = 1.01
 """By how much that of the default may be worse than that of another one in its class."""
 _REDUCE = 0.4e-9  # seconds a byte of local gradients, of each rank of a node
 _BACKWARD = 2 / 3
+_ALLREDUCE = algorithms.parse(ALLREDUCE)
 _TAIL = 8  # the last bucket has at most the threshold divided by this, or one tensor, as in planning
 
 
@@ -60,6 +65,12 @@ class Conditions:
     def nbytes(self) -> int:
         """Bytes of all gradients."""
         return sum(self.tensors)
+
+    @property
+    def network(self) -> Network:
+        """The nodes and their links."""
+        cost = CostModel(self.latency, self.seconds_per_byte)
+        return Network(self.nodes, self.ranks, cost, self.largest_chunk, self.ring)
 
 
 @dataclass(frozen=True)
@@ -98,25 +109,18 @@ def predict(conditions: Conditions, setting: Setting) -> Prediction:
     computing = conditions.computing
     codec = cost_of(setting.codec)
     buckets = _buckets(conditions.tensors, setting.threshold)
-    travels = [sum(codec.travels(nbytes) for nbytes in bucket) for bucket in buckets]
-    busy, after = [], 0.0
-    for bucket, nbytes in zip(buckets, travels, strict=True):
-        seconds, after = _bucket_seconds(conditions, setting, codec, sum(bucket), nbytes)
-        busy.append(seconds)
-    sent = 2 * (conditions.nodes - 1) / conditions.nodes * sum(travels)
+    costs = [_bucket_cost(conditions, setting, codec, bucket, len(buckets)) for bucket in buckets]
+    reducing = in_turn([0.0] * len(costs), costs)
+    sent = sum(cost.sent for cost in costs) / setting.period
     if setting.algorithm != ALLREDUCE:
-        exposed = (sum(busy) + after) / setting.period
-        step, sent = computing + exposed, sent / setting.period
+        step = computing + reducing / setting.period
     elif setting.late:
-        step = max(computing, sum(busy) + after)
+        step = max(computing, reducing)
     else:
-        arrived, filled = 0.0, 0
-        for bucket, seconds in zip(buckets, busy, strict=True):
-            filled += sum(bucket)
-            full = computing * (1 - _BACKWARD) + computing * _BACKWARD * filled / max(1, conditions.nbytes)
-            arrived = max(full, arrived) + seconds
-        step = max(computing, arrived + after)
-    return Prediction(setting, step, step - computing, sum(busy) + after, sent, len(buckets))
+        filled = np.cumsum([sum(bucket) for bucket in buckets]) / max(1, conditions.nbytes)
+        full = computing * (1 - _BACKWARD + _BACKWARD * filled)
+        step = max(computing, in_turn(full.tolist(), costs))
+    return Prediction(setting, step, step - computing, reducing, sent, len(buckets))
 
 
 def decide(
@@ -179,29 +183,18 @@ def _buckets(tensors: Sequence[int], threshold: int) -> list[list[int]]:
     return [*found, list(tensors[len(tensors) - tail :])] if tail else found
 
 
-def _bucket_seconds(
-    conditions: Conditions, setting: Setting, codec: CodecCost, nbytes: int, travels: float
-) -> tuple[float, float]:
-    """For how long a bucket keeps links and processors busy, and how long it is under way besides, while they are free
-    for the next one; `travels`: bytes of it, with the codec."""
-    local = codec.bucket + conditions.overheads.get(setting.kind, 0.0) + _REDUCE * nbytes * conditions.ranks
-    nodes = conditions.nodes
-    if nodes == 1:
-        return local, 0.0
-    cost = CostModel(conditions.latency, conditions.seconds_per_byte)
-    local += codec.work * nbytes
-    if codec.sums:  # to the owners of ranges, and from there
-        return local + 2 * (nodes - 1) / nodes * travels * cost.seconds_per_byte, 2 * cost.latency
-    chunk = cost.chunk_bytes(conditions.largest_chunk)
-    doubles = setting.exchange == "doubling" and nbytes <= conditions.largest_chunk
-    if doubles or (setting.exchange == "auto" and cost.prefers_doubling(nbytes, nodes, chunk)):
-        latencies = cost.doubling(0, nodes)
-        return local + cost.doubling(int(travels), nodes) - latencies, latencies
-    cost = conditions.ring or cost
-    latencies = cost.ring(0, nodes)
-    # The last of several chunks passes through all nodes alone, twice; in half of the hops others are still under way.
-    last = (nodes - 1) * min(chunk, max(travels / nodes - chunk, 0.0)) * cost.seconds_per_byte
-    return local + cost.ring(int(travels), nodes) - latencies, latencies + last
+def _bucket_cost(
+    conditions: Conditions, setting: Setting, codec: CodecCost, tensors: Sequence[int], buckets: int
+) -> BucketCost:
+    """Returns the cost of a bucket with these tensors (bytes), one of so many."""
+    nbytes = sum(tensors)
+    work = codec.bucket + conditions.overheads.get(setting.kind, 0.0) + _REDUCE * nbytes * conditions.ranks
+    if conditions.nodes > 1:
+        work += codec.work * nbytes
+    parcel = Parcel(nbytes, sum(map(codec.travels, tensors)), codec.exchange, setting.exchange)
+    cost = exchange_cost(conditions.network, _ALLREDUCE, parcel, buckets)
+    # Nothing that a running job has measured says how far work and link overlap: the link waits for the work here.
+    return cost._replace(link=work + cost.link)
 
 
 def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Prediction, level: str) -> str:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[Any]
 
 
+Exchange: TypeAlias = Literal["chunks", "owners", "factors"]
+"""How nodes add up what a codec encodes: `BucketCodec.exchange`."""
+
+
 class CodecError(FusionError, ValueError):
     """A codec does not exist, was given arguments that it cannot use, or received bytes that are not its own."""
 
@@ -232,7 +236,7 @@ class BucketCodec(ABC):
             be compared in the unit of the result.
     """
 
-    exchange: ClassVar[Literal["chunks", "owners", "factors"]] = "chunks"
+    exchange: ClassVar[Exchange] = "chunks"
     lossless: bool = False
     step: int = 0
     bounds: tuple[int, ...] = ()

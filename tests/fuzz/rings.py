@@ -18,6 +18,8 @@ from io import StringIO
 from fusion_rt.core.errors import FusionError
 from fusion_rt.tracing.format import HEADER_NBYTES, MAGIC, NAMES_AT, NAMES_NBYTES, RECORD
 from fusion_trace.analyse import bucket_times, critical_path, diff, overlap, stragglers, summary, tensor, unfinished
+from fusion_trace.analyse.recorded_steps import understand
+from fusion_trace.analyse.whatif import Change, answer
 from fusion_trace.cli.jobs import with_failures
 from fusion_trace.export import chrome, table_file
 from fusion_trace.export.picture import draw
@@ -36,9 +38,6 @@ from fusion_trace.report import (
 )
 from fusion_trace.report.figures import analyse
 from fusion_trace.report.findings import findings
-from fusion_trace.simulate.calibration import answer
-from fusion_trace.simulate.changes import Change
-from fusion_trace.simulate.recorded import understand
 from tests.fuzz.engine import Target
 from tests.tools.synthetic import Job, simulate
 
@@ -172,7 +171,7 @@ def _hang(trace: JobTrace) -> None:
 
 
 def _whatif(trace: JobTrace) -> None:
-    change = Change(bandwidth=1e9)
+    change = Change(rate=1e9)
     recorded = understand(trace)
     found = answer(recorded, change)
     whatif_page.as_document(trace, recorded, change, found)

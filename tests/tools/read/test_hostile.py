@@ -9,19 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.core.errors import FusionError
 from fusion_rt.tracing.format import HEADER, Kind, Role
 from fusion_trace.cli import app
 from fusion_trace.read.ring_reader import TraceError, read
-from fusion_trace.simulate.ghost_codecs import real_layout
-from fusion_trace.simulate.model import Bucket
 from tests.tools.synthetic import MS, START, Job, Tape, simulate
 
 HEADER_FIELDS = {  # their places and bytes
     "capacity": (3, 8), "created": (4, 8), "created_wall": (5, 8), "rank": (7, 4), "node": (8, 4), "nodes": (9, 4),
     "written": (13, 8),
 }  # fmt: skip
-COMMANDS = ("summary", "overlap", "stragglers", "buckets", "critical-path", "hang --trace", "whatif --bandwidth 1gbit")
+COMMANDS = ("summary", "overlap", "stragglers", "buckets", "critical-path", "hang --trace", "whatif --rate 1gbit")
 
 
 def run(command: str, *arguments: str) -> str:
@@ -91,8 +88,3 @@ def test_no_cell_is_a_formula(tmp_path: Path) -> None:
     cells = [cell for row in csv.reader(output.read_text().splitlines()) for cell in row]
     assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@"))]
     assert {"'=1+1", "'+x", "'-x", "'@x", "w"} <= set(cells)
-
-
-def test_tensors_that_do_not_fit_into_their_bucket_are_a_sentence() -> None:
-    with pytest.raises(FusionError, match="a bucket of 10 elements has larger tensors in this trace: it is damaged"):
-        real_layout(Bucket(40, ((4, 5),)))

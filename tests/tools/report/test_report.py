@@ -20,25 +20,24 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fusion_rt.choice.codec_costs import Encoded
+from fusion_rt.codecs.base import Codec, Layout
 from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.analyse import critical_path, diff, stragglers
 from fusion_trace.analyse.overlap import PARTS, by_step, partitions
+from fusion_trace.analyse.recorded_steps import understand
+from fusion_trace.analyse.whatif import FRAMED, Change, answer
 from fusion_trace.cli import app
 from fusion_trace.export import picture
 from fusion_trace.read import job
 from fusion_trace.read.choice import ChoiceError, StepRange
 from fusion_trace.report import charts, figures, html_page, timeline
 from fusion_trace.report.charts import plain
-from fusion_trace.report.curves import BANDWIDTHS, CHANGES, sweep
+from fusion_trace.report.curves import CHANGES, MOST_ACTIONS, RATES
 from fusion_trace.report.figures import MOST_COLUMNS, Report, analyse
 from fusion_trace.report.findings import findings
 from fusion_trace.report.sections import sections
 from fusion_trace.report.wording import duration, interval
-from fusion_trace.simulate import calibration
-from fusion_trace.simulate.calibration import answer
-from fusion_trace.simulate.changes import Change
-from fusion_trace.simulate.model import FRAMED, CodecCosts
-from fusion_trace.simulate.recorded import understand
 from tests.diagnosis import generator
 from tests.tools.synthetic import MS, Job, Straggler, Tape, simulate
 
@@ -52,9 +51,9 @@ JOB = Job(
 SMALL = replace(JOB, steps=14, straggler=None, bandwidth=2e9)
 
 
-def cheap(text: str) -> CodecCosts:
+def cheap(codec: Codec, layout: Layout) -> Encoded:
     """In place of a measurement."""
-    return CodecCosts(0.0075 if text.startswith("topk") else 0.5)
+    return Encoded(4 * layout.elements * (0.0075 if codec.name == "topk" else 0.5), 0.0, "chunks")
 
 
 @dataclass
@@ -304,19 +303,18 @@ def test_a_step_with_very_many_activities_keeps_the_longest(made: Made, monkeypa
     assert sorted(bar.ns for bar in short.bars) == sorted(bar.ns for bar in whole.bars)[-10:]
 
 
-def test_curves_are_what_whatif_says_with_their_intervals(made: Made) -> None:
+def test_curves_are_what_whatif_says_with_their_ranges(made: Made) -> None:
     curves = made.report.curves
-    recorded = understand(made.trace, StepRange(curves.steps[0], curves.steps[1] + 1))
+    recorded = understand(made.trace, most_actions=MOST_ACTIONS)
     drawn = made.charts["whatif-0"]["data"]
     lines = [line for line in drawn if line["mode"] != "lines"]
     assert [line["name"] for line in lines] == [*(title for title, _ in CHANGES), "recorded"]
     told = answer(recorded, Change(), cheap)
     for place, (_, change) in enumerate(CHANGES):
         band = drawn[2 * place]
-        assert band["x"] == [rate / 1e6 for rate in (*BANDWIDTHS, *BANDWIDTHS[::-1])]
-        for at in (0, len(BANDWIDTHS) - 1):
-            expected = answer(recorded, replace(change, bandwidth=BANDWIDTHS[at]), cheap).changed
-            assert expected is not None
+        assert band["x"] == [rate / 1e6 for rate in (*RATES, *RATES[::-1])]
+        for at in (0, len(RATES) - 1):
+            expected = answer(recorded, replace(change, rate=RATES[at]), cheap).changed
             figure = curves.curves[place].steps[at]
             assert figure == expected.step
             assert f"<td class=n>{interval(figure)}</td>" in made.text
@@ -324,37 +322,11 @@ def test_curves_are_what_whatif_says_with_their_intervals(made: Made) -> None:
             assert lines[place]["text"][at] == interval(figure)
             assert band["y"][at] == pytest.approx(figure.low * 1e3, abs=1e-4)
             assert band["y"][-1 - at] == pytest.approx(figure.high * 1e3, abs=1e-4)
-    assert (curves.error, curves.models, curves.step) == (told.error, len(told.models), told.recorded.step)
+    assert (curves.error, curves.step) == (told.error, told.recorded.step)
     assert lines[0]["y"] == sorted(lines[0]["y"], reverse=True)
     assert lines[3]["y"][0] < lines[2]["y"][0] < lines[0]["y"][0]  # topk, fp16, as recorded
-    assert curves.bandwidth == pytest.approx(120e6 * 8 * FRAMED, rel=0.1)
-    assert curves.told == curves.curves[0].steps[BANDWIDTHS.index(curves.faster)]
-    assert "Not predicted" not in made.text
-
-
-def test_what_whatif_refuses_is_no_point_of_a_curve_and_has_its_reason(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = calibration.Calibrated.answer
-
-    def some_refused(job: calibration.Calibrated, change: Change) -> calibration.Answer:
-        told = real(job, change)
-        if change.codec == "fp16" and change.bandwidth in BANDWIDTHS[2:4]:
-            return replace(told, changed=None, refused=f"nobody knows <{change.bandwidth:g}>")
-        return told
-
-    monkeypatch.setattr(calibration.Calibrated, "answer", some_refused)
-    first, last = made.report.curves.steps
-    curves = sweep(made.trace, StepRange(first, last + 1), cheap)
-    report = replace(made.report, curves=curves)
-    (section,) = (each for each in sections(report) if each.id == "whatif")
-    assert section.tables[1].rows == (("fp16", "500 Mbit/s to 1 Gbit/s", "nobody knows <5e+08>"),)
-    assert [row[3] == "not predicted" for row in section.tables[0].rows] == [False, False, True, True, *[False] * 4]
-    band, line = section.charts[0]["data"][4:6]
-    assert line["y"][2:4] == [None, None]
-    assert band["x"] == [100, 200, 200, 100, None, 2000, 5000, 10000, 25000, 25000, 10000, 5000, 2000]
-    assert len(band["y"]) == len(band["x"])
-    plotly.graph_objects.Figure(section.charts[0])
+    assert curves.rate == pytest.approx(120e6 * 8 * FRAMED, rel=0.1)
+    assert curves.told == curves.curves[0].steps[RATES.index(curves.faster)]
 
 
 def test_names_are_texts_and_nothing_else(made: Made) -> None:
@@ -488,7 +460,7 @@ def test_jobs_are_shown_beside_each_other(tmp_path: Path) -> None:
 
 def test_without_links_or_steps_sections_say_so(tmp_path: Path) -> None:
     alone = make(_folder(tmp_path, "alone"), replace(SMALL, nodes=1, ranks_per_node=2))
-    assert "Left out: all ranks are on one node" in alone.text
+    assert "Left out: all ranks are on one host" in alone.text
     assert "There is nothing to show: all ranks are on one node" in alone.text
     short = make(_folder(tmp_path, "short"), replace(SMALL, steps=1))
     assert re.findall(r'<section id="([^"]*)">', short.text) == ["overview"]

@@ -27,19 +27,18 @@ from typing import Any
 
 import numpy as np
 
+from fusion_rt.tracing.format import Role
 from fusion_trace.analyse import evidence
 from fusion_trace.analyse.columns_of_spans import Floats, Ints, lower_middle_of_others
 from fusion_trace.analyse.counterfactual import Suspect, replay
 from fusion_trace.analyse.gaps import unseen
 from fusion_trace.analyse.ledger import Ledger, ledger
+from fusion_trace.analyse.link_figures import Link, one_shaper
 from fusion_trace.analyse.resources import Resources, resources
 from fusion_trace.read.choice import EVERY_STEP, StepRange
-from fusion_trace.read.job import JobTrace
+from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.operations import operations
-from fusion_trace.simulate.links import one_shaper
-from fusion_trace.simulate.model import Link
-from fusion_trace.simulate.sharing import on_one_full_machine
 
 WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
 CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike
@@ -52,6 +51,7 @@ _WORDS = {
     "still": "standing still while its answer was there", "hand-over": "taking what workers hand over",
     "start": "starting", "taking": "taking chunks that have come", "answer": "answering workers",
 }  # fmt: skip
+_THREADS = 2  # of a daemon that are busy at once: its event loop, and ZeroMQ's or a kernel's
 _MOST_SUSPECTS = 32
 _MOST_COUNTED = 16  # of a kind: draws are not enough to tell smaller chances
 _MOST_AT_ONCE = 6  # between which costs are divided: 64 variants
@@ -136,7 +136,7 @@ class _Inquiry:
             return ()
         costs = self._shared(units)
         found = [self._finding(unit, cost) for unit, cost in zip(units, costs, strict=True)]
-        if on_one_full_machine(self.trace.processes):  # which daemon waits for a processor is the kernel's choice
+        if _on_one_full_machine(self.trace.processes):  # which daemon waits for a processor is the kernel's choice
             found = [each for each in found if each.cause != "daemon"]
         worth = [each for each in found if each.lost >= WORTH_TELLING * self.whole]
         return tuple(sorted(worth, key=lambda each: -each.lost))
@@ -443,6 +443,16 @@ def _usual_rate(rate: Floats, links: Sequence[tuple[int, int]]) -> Floats:
             together = max(sum(node in link for link in its) for node in {node for link in its for node in link})
             usual[part] = lower_middle_of_others(rate[part], together)
     return usual
+
+
+def _on_one_full_machine(processes: Sequence[Process]) -> bool:
+    """Says whether all processes are known to be on one machine that has fewer processors than they may want."""
+    machines = {process.machine for process in processes}
+    if len(machines) != 1 or "" in machines or not all(process.processors for process in processes):
+        return False
+    wanted = sum(1 if process.role == Role.WORKER else _THREADS for process in processes)
+    there = max(1, round(max(process.processors for process in processes)))
+    return wanted > there
 
 
 def document(trace: JobTrace, found: Sequence[Finding]) -> dict[str, object]:

@@ -251,41 +251,39 @@ def hang(
 @app.command()
 def whatif(
     what: What = None,
-    bandwidth: Annotated[str, typer.Option(help="Bandwidth of every link: 100mbit, 2.5gbit.", show_default=False)] = "",
+    rate: Annotated[str, typer.Option(help="Rate of every link: 100mbit, 2.5gbit.", show_default=False)] = "",
     latency: Annotated[str, typer.Option(help="Latency of every link, one way: 200us, 5ms.", show_default=False)] = "",
     density: Annotated[
         float | None, typer.Option(help="Density of topk; 1 is no compression.", show_default=False)
     ] = None,
     codec: Annotated[str, typer.Option(help="Another codec: fp16, powersgd(rank=2).", show_default=False)] = "",
     fusion_threshold: Annotated[str, typer.Option(help="Size of buckets: 4MiB.", show_default=False)] = "",
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", show_default=False)] = None,
+    hosts: Annotated[int | None, typer.Option(help="Number of hosts.", show_default=False)] = None,
     algorithm: Annotated[str, typer.Option(help="bsp, dpsgd, local_sgd(steps=8), ...", show_default=False)] = "",
-    no_straggler: Annotated[
-        bool, typer.Option("--no-straggler", help="Every rank computes as long as the median rank.")
+    without_straggler: Annotated[
+        bool, typer.Option("--without-straggler", help="Every rank computes as long as the median rank.")
     ] = False,
     steps: StepsOption = "",
     as_json: AsJson = False,
 ) -> None:
-    """Predicts what a step would take with another link, codec, number of nodes or algorithm, by a simulation.
+    """Predicts the time of a step with another link, codec, number of hosts or algorithm.
 
-    Replays first what was recorded, by several models: every figure has the interval of what those say that replay it
-    well, and none is told where they disagree; the exit status is then 4 (docs/simulation.md).
+    Every figure has a range, and the reasons for its width are told with it (docs/tracing.md).
     """
     from fusion_rt.units import parse_seconds, parse_size
+    from fusion_trace.analyse.recorded_steps import understand
+    from fusion_trace.analyse.whatif import Change, answer, parse_rate
     from fusion_trace.report import whatif_page
-    from fusion_trace.simulate.calibration import answer
-    from fusion_trace.simulate.changes import Change, parse_bandwidth
-    from fusion_trace.simulate.recorded import understand
 
     change = Change(
-        bandwidth=parse_bandwidth(bandwidth) if bandwidth else None,
+        rate=parse_rate(rate) if rate else None,
         latency=_with_unit("--latency", parse_seconds, latency) if latency else None,
         density=density,
         codec=codec,
         fusion_threshold=_with_unit("--fusion-threshold", parse_size, fusion_threshold) if fusion_threshold else None,
-        nodes=nodes,
+        hosts=hosts,
         algorithm=algorithm,
-        no_straggler=no_straggler,
+        without_straggler=without_straggler,
     )
     selected = parse_steps(steps)
     trace = load(what, selected)
@@ -296,8 +294,6 @@ def whatif(
         lambda: whatif_page.as_document(trace, recorded, change, found),
         lambda: whatif_page.show(trace, recorded, change, found),
     )
-    if found.refused:
-        raise typer.Exit(4)
 
 
 def _with_unit(flag: str, parse: Callable[[str, None], _Value], text: str) -> _Value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 from fusion_rt.tracing.format import Role
@@ -18,7 +18,7 @@ from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.analyse.usage import Usage, UsageCurve
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.curves import BANDWIDTHS, Curves
+from fusion_trace.report.curves import RATES, Curves
 from fusion_trace.report.figures import Column, RankTimes
 from fusion_trace.report.timeline import Bar, DrawnStep
 from fusion_trace.report.wording import duration, interval
@@ -379,26 +379,18 @@ def rate_of(bits: float) -> str:
 
 
 def curve_chart(curves: Curves) -> Chart:
-    """Draws a step's length by the bandwidth of links, each with its interval as a band, and what was recorded."""
-    rates = [rate / 1e6 for rate in BANDWIDTHS]
+    """Draws a step's length by the rate of links, each with its range as a band, and what was recorded."""
+    rates = [rate / 1e6 for rate in RATES]
     data: list[Chart] = []
     for curve, (colour, dash) in zip(curves.curves, LINES, strict=False):
-        across: list[float | None] = []
-        along: list[float | None] = []
-        for told, its in groupby(zip(rates, curve.steps, strict=True), key=lambda point: point[1] is not None):
-            if not told:
-                continue
-            known = [(rate, figure) for rate, figure in its if figure is not None]
-            across += [None] * bool(across) + [rate for rate, _ in (*known, *known[::-1])]
-            along += [None] * bool(along) + [ms(figure.low * 1e9) for _, figure in known]
-            along += [ms(figure.high * 1e9) for _, figure in known[::-1]]
+        low, high = ([ms(getattr(step, side) * 1e9) for step in curve.steps] for side in ("low", "high"))
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines",
                 "fill": "toself",
-                "x": across,
-                "y": along,
+                "x": [*rates, *rates[::-1]],
+                "y": [*low, *high[::-1]],
                 "line": {"color": colour, "width": 0.5},
                 "opacity": 0.25,
                 "legendgroup": curve.title,
@@ -413,8 +405,8 @@ def curve_chart(curves: Curves) -> Chart:
                 "name": curve.title,
                 "legendgroup": curve.title,
                 "x": rates,
-                "y": [None if figure is None else ms(figure.value * 1e9) for figure in curve.steps],
-                "text": ["" if figure is None else interval(figure) for figure in curve.steps],
+                "y": [ms(figure.value * 1e9) for figure in curve.steps],
+                "text": [interval(figure) for figure in curve.steps],
                 "line": {"color": colour, "dash": dash, "width": 2},
                 "hovertemplate": "%{x:,.0f} Mbit/s: %{text}<extra>" + curve.title + "</extra>",
             }
@@ -425,7 +417,7 @@ def curve_chart(curves: Curves) -> Chart:
             "type": "scatter",
             "mode": "markers",
             "name": "recorded",
-            "x": [round(curves.bandwidth / 1e6, 3)],
+            "x": [round(curves.rate / 1e6, 3)],
             "y": [ms(curves.step.value * 1e9)],
             "text": [interval(curves.step)],
             "error_y": {
@@ -438,9 +430,9 @@ def curve_chart(curves: Curves) -> Chart:
             "hovertemplate": "recorded: %{x:,.0f} Mbit/s, %{text}<extra></extra>",
         }
     )
-    ticks = [rate_of(rate) for rate in BANDWIDTHS]
+    ticks = [rate_of(rate) for rate in RATES]
     axes = {
-        "xaxis": axis("bandwidth of every link", type="log", tickvals=rates, ticktext=ticks),
+        "xaxis": axis("rate of every link", type="log", tickvals=rates, ticktext=ticks),
         "yaxis": axis("a step, ms", rangemode="tozero"),
     }
     return {"data": data, "layout": layout(400, **axes)}

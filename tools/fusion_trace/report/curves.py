@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import fmean
 
+from fusion_rt.choice.codec_costs import measured
 from fusion_rt.core.errors import FusionError
+from fusion_trace.analyse.recorded_steps import understand
+from fusion_trace.analyse.whatif import FRAMED, Change, Figure, Measure, Model
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.simulate.calibration import ONE_NODE, Calibrated, Figure
-from fusion_trace.simulate.changes import Change
-from fusion_trace.simulate.model import FRAMED, CodecCosts
-from fusion_trace.simulate.recorded import understand
 
-BANDWIDTHS = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10)  # bits a second, as links are sold
-MANY_NODES = 8
-MOST_NODES = 32  # a replay simulates every message, and there are hundreds of replays
+RATES = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10)  # bits a second, as links are sold
+MOST_ACTIONS = 10_000  # of all ranks, for each of some hundred walks
+ONE_HOST = "all ranks are on one host, so that nothing depends on links"
 CHANGES = (
     ("as recorded", Change()),
-    ("without stragglers", Change(no_straggler=True)),
+    ("without stragglers", Change(without_straggler=True)),
     ("fp16", Change(codec="fp16")),
     ("topk, density 0.01", Change(codec="topk(density=0.01)")),
 )
@@ -28,11 +25,10 @@ CHANGES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """A step at each of `BANDWIDTHS`, seconds. None: it is not predicted; `refused` says why, "" where it is."""
+    """A step at each of `RATES`, seconds."""
 
     title: str
-    steps: tuple[Figure | None, ...]
-    refused: tuple[str, ...]
+    steps: tuple[Figure, ...]
 
 
 @dataclass(frozen=True)
@@ -41,82 +37,53 @@ class Curves:
 
     Attributes:
         curves: none where `why_not` says why there are none.
-        bandwidth: of the recorded links, bits a second of Ethernet frames, the mean.
-        faster: a bandwidth about ten times as high (0: there is none in `BANDWIDTHS`), and `told`: the step with it.
-        step: what the replayed steps took, seconds; None without curves.
-        error: by which share the best replay is too long; `models`: how many replay about as well.
-        steps: the first and the last that were replayed.
-        codec: with which it was recorded.
+        rate: of the recorded links, bits of Ethernet frames a second.
+        faster: a rate about ten times as high (0: there is none in `RATES`), and `told`: the step with it.
+        step: the recorded time of the steps, seconds; None without curves.
+        error: by which share the model's walk through them is too long.
+        steps: the first and the last that the model walks through.
         problems: what had to be assumed.
     """
 
     curves: tuple[Curve, ...] = ()
     why_not: str = ""
-    bandwidth: float = 0.0
+    rate: float = 0.0
     faster: float = 0.0
     told: Figure | None = None
     step: Figure | None = None
     error: float = 0.0
-    models: int = 0
     steps: tuple[int, int] = (0, 0)
-    codec: str = ""
     problems: tuple[str, ...] = ()
 
 
-def replayed_steps(nodes: int) -> int:
-    """Returns how many steps are replayed for each point."""
-    return 6 if nodes <= MANY_NODES else 3
-
-
-def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCosts] | None = None) -> Curves:
-    """Predicts some steps at each bandwidth, each with a few changes.
+def sweep(trace: JobTrace, chosen: StepRange, measure: Measure = measured) -> Curves:
+    """Predicts the chosen steps at each rate, each with a few changes.
 
     Args:
-        middle: the steps; see `replayed_steps`.
-        measure: what a codec costs that the job did not use; by default it is measured here.
+        measure: measures a codec, as `Model` has it.
     """
     if len(trace.hosts) < 2:
-        return Curves(why_not=ONE_NODE)
-    if len(trace.hosts) > MOST_NODES:
-        return Curves(
-            why_not=f"a replay of {len(trace.hosts)} nodes takes too long for curves (at most {MOST_NODES}); "
-            "`fusion-trace whatif` replays one change"
-        )
+        return Curves(why_not=ONE_HOST)
     try:
-        recorded = understand(trace, middle)
-        job = Calibrated(recorded, measure)
+        recorded = understand(trace, chosen, MOST_ACTIONS)
+        model = Model(recorded, measure)
+        curves = tuple(_curve(model, title, change) for title, change in CHANGES)
     except FusionError as error:
         return Curves(why_not=str(error))
-    found = job.answer(Change())
-    if found.refused:
-        return Curves(why_not=found.refused)
-    changes = [(title, change) for title, change in CHANGES if not (change.codec and recorded.codec != "dense")]
-    curves = tuple(_curve(job, title, change) for title, change in changes)
-    bandwidth = fmean(link.bandwidth for link in job.models[0].recorded.links) * 8 * FRAMED
-    faster = min(BANDWIDTHS, key=lambda each: abs(math.log(each / bandwidth / 10)))
-    near = 3 < faster / bandwidth < 30
+    rate = 8 * FRAMED / recorded.network.cost.seconds_per_byte
+    faster = min(RATES, key=lambda each: abs(math.log(each / rate / 10)))
+    near = 3 < faster / rate < 30
     return Curves(
         curves=curves,
-        bandwidth=bandwidth,
+        rate=rate,
         faster=faster if near else 0.0,
-        told=curves[0].steps[BANDWIDTHS.index(faster)] if near else None,
-        step=found.recorded.step,
-        error=found.error,
-        models=len(found.models),
-        steps=(recorded.numbers[0], recorded.numbers[-1]),
-        codec=recorded.codec,
+        told=curves[0].steps[RATES.index(faster)] if near else None,
+        step=model.answer(Change()).recorded.step,
+        error=model.error,
+        steps=(recorded.steps.numbers[0], recorded.steps.numbers[-1]),
         problems=recorded.problems,
     )
 
 
-def _curve(job: Calibrated, title: str, change: Change) -> Curve:
-    points = [_point(job, replace(change, bandwidth=rate)) for rate in BANDWIDTHS]
-    return Curve(title, tuple(step for step, _ in points), tuple(refused for _, refused in points))
-
-
-def _point(job: Calibrated, change: Change) -> tuple[Figure | None, str]:
-    try:
-        told = job.answer(change)
-    except FusionError as error:
-        return None, str(error)
-    return (None, told.refused) if told.changed is None else (told.changed.step, "")
+def _curve(model: Model, title: str, change: Change) -> Curve:
+    return Curve(title, tuple(model.answer(replace(change, rate=rate)).changed.step for rate in RATES))

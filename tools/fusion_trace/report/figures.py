@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 
+from fusion_rt.choice.codec_costs import measured
 from fusion_trace.analyse import bucket_times, critical_path, summary, usage
 from fusion_trace.analyse.bucket_times import BucketTimes
 from fusion_trace.analyse.critical_path import Path
@@ -16,14 +17,14 @@ from fusion_trace.analyse.link_figures import LinkFigures, link_figures
 from fusion_trace.analyse.overlap import PARTS, Partition, by_rank, by_step, median, partitions, steps_of_operations
 from fusion_trace.analyse.summary import Summary
 from fusion_trace.analyse.usage import Usage
+from fusion_trace.analyse.whatif import Measure
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import operations
 from fusion_trace.read.span_columns import Span
 from fusion_trace.report import timeline
-from fusion_trace.report.curves import Curves, replayed_steps, sweep
+from fusion_trace.report.curves import Curves, sweep
 from fusion_trace.report.timeline import DrawnStep
-from fusion_trace.simulate.model import CodecCosts
 
 MOST_COLUMNS = 240  # of charts over steps; with more steps, a column stands for several
 MOST_BINS = 60  # of the histogram
@@ -112,13 +113,13 @@ class Report:
 def analyse(
     trace: JobTrace,
     chosen: StepRange = EVERY_STEP,
-    measure: Callable[[str], CodecCosts] | None = None,
+    measure: Measure = measured,
     drawn: StepRange | None = None,
 ) -> Report:
     """Analyses a job from all sides.
 
     Args:
-        measure: what a codec costs, as in `curves.sweep`.
+        measure: measures a codec, as in `curves.sweep`.
         drawn: steps of the timeline, as in `timeline.find`.
 
     Raises:
@@ -148,7 +149,7 @@ def analyse(
         paths=tuple(path for number, path in paths.items() if number in some),
         path=None if middle is None else paths[middle],
         longest=paths[ordered[-1]] if ordered else None,
-        curves=sweep(trace, _around(parts, middle, replayed_steps(len(trace.hosts))), measure),
+        curves=sweep(trace, chosen, measure),
         # Last, since it asks for the operations of other traces, of which few are kept.
         drawn=() if middle is None else timeline.find(trace, parts, drawn, middle),
     )
@@ -214,14 +215,3 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
     if len(numbers) <= most:
         return list(numbers)
     return [numbers[place * len(numbers) // most] for place in range(most)]
-
-
-def _around(parts: Sequence[Partition], middle: int | None, count: int) -> StepRange:
-    """Returns so many steps around one, for a replay."""
-    if middle is None:
-        return StepRange(0, 0)
-    numbers = sorted({part.number for part in parts})
-    place = numbers.index(middle)
-    first = max(0, min(place - count // 2, len(numbers) - count))
-    kept = numbers[first : first + count]
-    return StepRange(kept[0], kept[-1] + 1)

@@ -84,8 +84,8 @@ def _straggler(report: Report, straggler: Finding) -> str:
 
 
 def _faster_links(report: Report) -> str:
-    """Says what is predicted for links with about ten times the bandwidth, if it can be."""
+    """Says what is predicted for links with about ten times the rate, if it can be."""
     curves = report.curves
     if curves.told is None or not curves.faster:
         return ""
-    return f" With links of {curves.faster / 1e9:g} Gbit/s a step would take {interval(curves.told)}, by the simulator."
+    return f" With links of {curves.faster / 1e9:g} Gbit/s a step is predicted to take {interval(curves.told)}."

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from fusion_rt.core.wording import counted
 from fusion_trace.analyse import critical_path
@@ -13,16 +12,15 @@ from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.report import charts, overlap_page, runs, stragglers_page, summary_page, timeline
 from fusion_trace.report.charts import Chart
-from fusion_trace.report.curves import BANDWIDTHS, Curve
+from fusion_trace.report.curves import RATES
 from fusion_trace.report.figures import MOST_USED, Report
 from fusion_trace.report.findings import Told, findings
 from fusion_trace.report.runs import Run
 from fusion_trace.report.wording import Table, duration, interval, share, size
-from fusion_trace.simulate.calibration import Figure
 
 MOST_ROWS = 64
 LEAST_SHARE = 0.001  # of a step; activities on the path that are shorter are told together
-DOUBTFUL = 0.05  # of a replay; beyond that the sentence about it is a warning
+DOUBTFUL = 0.05  # of the recorded steps, that their walk is off; beyond that the sentence about it is a warning
 
 
 @dataclass(frozen=True)
@@ -405,50 +403,31 @@ def _whatif(report: Report) -> Section:
     title = "What if links were faster, or slower"
     if not curves.curves:
         return Section("whatif", title, about=(f"Left out: {curves.why_not}.",))
-    models = "1 model replays it" if curves.models == 1 else f"{curves.models} models replay it"
     told = Told(
-        f"The replay of the recording is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}; "
-        f"{models} about as well. The interval of each prediction holds what all of them say.",
+        f"The model's walk through the recorded steps is {share(abs(curves.error))} too "
+        f"{'long' if curves.error > 0 else 'short'}.",
         "",
         abs(curves.error) > DOUBTFUL,
     )
     about = (
-        f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif, which takes "
-        f"steps of all lengths) with every link of that bandwidth; latencies as recorded, codec {curves.codec}. Bands "
-        "and parentheses are the intervals; the cross is the recording. The costs of other codecs were measured on the "
-        "machine that wrote this page.",
+        f"Steps {curves.steps[0]} to {curves.steps[1]}, predicted with every link of that rate; latencies as recorded. "
+        "Bands and parentheses are ranges, whose reasons `fusion-trace whatif` tells; the cross is the recording. The "
+        "costs of other codecs were measured on the machine that wrote this page.",
         *(f"Note: {problem}." for problem in curves.problems),
     )
     rows = tuple(
-        (charts.rate_of(rate), *(_predicted(curve.steps[place]) for curve in curves.curves))
-        for place, rate in enumerate(BANDWIDTHS)
+        (charts.rate_of(rate), *(interval(curve.steps[place]) for curve in curves.curves))
+        for place, rate in enumerate(RATES)
     )
     head = ("every link", *(curve.title for curve in curves.curves))
-    refused = tuple(row for curve in curves.curves for row in _refused(curve))
     return Section(
         "whatif",
         title,
         told=(told,),
         about=about,
         charts=(charts.curve_chart(curves),),
-        tables=(
-            Table("A step", head, rows),
-            *([Table("Not predicted", ("", "every link", "because"), refused, 3)] if refused else []),
-        ),
+        tables=(Table("A step", head, rows),),
     )
-
-
-def _predicted(step: Figure | None) -> str:
-    return "not predicted" if step is None else interval(step)
-
-
-def _refused(curve: Curve) -> Iterator[tuple[str, str, str]]:
-    """Yields what is not predicted, and why: neighbours together, with the reason of the first."""
-    for because, its in groupby(zip(BANDWIDTHS, curve.refused, strict=True), key=lambda point: bool(point[1])):
-        if because:
-            first, *others = its
-            more = f" to {charts.rate_of(others[-1][0])}" if others else ""
-            yield curve.title, f"{charts.rate_of(first[0])}{more}", first[1]
 
 
 def shortened(table: Table, of: int) -> Table:

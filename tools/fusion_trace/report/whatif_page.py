@@ -2,99 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from fusion_rt.core.wording import counted
+from fusion_trace.analyse.recorded_steps import Recorded
+from fusion_trace.analyse.whatif import FRAMED, Answer, Change, Estimate, Figure
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.wording import console, problems
-from fusion_trace.simulate.calibration import Answer, Estimate, Figure
-from fusion_trace.simulate.changes import Change
-from fusion_trace.simulate.recorded import Recorded
 
 
 def as_document(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> dict[str, Any]:
-    """Returns everything as JSON types. Seconds, bytes, and bytes a second; each figure with its interval."""
+    """Returns everything as JSON types. Seconds, bytes, and bytes a second; each figure with its range."""
+    network = recorded.network
     return {
         "job": trace.job,
-        "nodes": recorded.nodes,
-        "ranks": recorded.nodes * recorded.workers,
-        "steps": len(recorded.every),
-        "replayed_steps": list(recorded.numbers),
-        "links": [
-            {"bandwidth": link.bandwidth, "latency": link.latency, "burst": link.burst}
-            for link in found.models[0].recorded.links
-        ],
-        "codec": recorded.codec,
+        "hosts": network.nodes,
+        "ranks": len(trace.workers),
+        "steps": len(recorded.steps.every),
+        "walked_steps": list(recorded.steps.numbers),
+        "link": {"rate": 1 / network.cost.seconds_per_byte, "latency": network.cost.latency},
         "change": {name: value for name, value in asdict(change).items() if value not in (None, "", False)},
         "recorded": asdict(found.recorded),
-        "replayed": {**asdict(found.replayed), "error": found.error},
-        "models": [{"what": model.what, "error": model.error} for model in found.models],
-        "changed": None if found.changed is None else asdict(found.changed),
-        "refused": found.refused,
+        "error": found.error,
+        "changed": asdict(found.changed),
+        "doubts": [asdict(doubt) for doubt in found.doubts],
         "problems": [*recorded.problems, *trace.problems],
     }
 
 
 def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> None:
-    """Prints the prediction beside what was recorded."""
+    """Prints the prediction beside what was recorded, and the reasons for its range."""
     out = console(width=120)
-    sizes = counted(recorded.nodes, "node"), counted(recorded.nodes * recorded.workers, "rank")
-    steps = counted(len(recorded.every), "step")
-    out.print(f"{trace.job}: {', '.join((*sizes, steps))}; {_links(found)}{_encoded(recorded)}")
+    sizes = counted(recorded.network.nodes, "host"), counted(len(trace.workers), "rank")
+    steps = counted(len(recorded.steps.every), "step")
+    out.print(f"{trace.job}: {', '.join((*sizes, steps))}{_link(recorded)}")
     table = Table()
-    for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):
+    for column in ("", "ms a step", "kept waiting, ms", "MB sent by a host"):
         table.add_column(column, justify="left" if not column else "right")
     _row(table, "recorded", found.recorded)
-    _row(table, "replayed as it was", found.replayed)
-    if found.changed is not None:
-        _row(table, _words(change), found.changed)
+    _row(table, _words(change) or "predicted as it was", found.changed)
     out.print(table)
-    out.print(
-        f"The replay of the recording is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}; "
-        f"{_models(len(found.models))} about as well."
-    )
-    if found.changed is not None:
-        step, was = found.changed.step, found.recorded.step.value
-        low, value, high = (f"{each / was:.2f}" for each in (step.low, step.value, step.high))
-        out.print(f"Changed, a step takes {value} times as long ({low} to {high}).")
-    elif found.refused:
-        asked = f" for {_words(change)}" if change != Change() else ""
-        out.print(f"No prediction{asked}: {found.refused}.", style="yellow")
+    step, was = found.changed.step, found.recorded.step.value
+    low, value, high = (f"{each / was:.2f}" for each in (step.low, step.value, step.high))
+    out.print(f"Changed, a step takes {value} times as long ({low} to {high}). Its range comes from:")
+    for doubt in found.doubts:
+        out.print(f"  {doubt.reason}: {doubt.seconds * 1e3:.3g} ms")
     for problem in recorded.problems:
         out.print(f"Note: {problem}.")
     problems(out, trace.problems)
 
 
-def _links(found: Answer) -> str:
-    """Says what the links of the best model are like."""
-    links = found.models[0].recorded.links
-    if len(links) < 2:
+def _link(recorded: Recorded) -> str:
+    """Says how fast links are."""
+    if recorded.network.nodes < 2 or not recorded.rate_known:
         return ""
-    rates = _range([link.bandwidth * 8e-6 for link in links])
-    latencies = _range([link.latency * 1e6 for link in links])
-    burst = max(link.burst for link in links)
-    after = f" after bursts of {burst / 1e3:.0f} kB" if burst else ""
-    return f"links {rates} Mbit/s of payload, {latencies} us{after}; "
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = (f"{pick(values):,.0f}" for pick in (min, max))
-    return low if low == high else f"{low} to {high}"
-
-
-def _models(number: int) -> str:
-    return "1 model replays it" if number == 1 else f"{number} models replay it"
-
-
-def _encoded(recorded: Recorded) -> str:
-    """Says what is known of the codec: its name is not recorded."""
-    if recorded.codec in ("dense", "fp16"):
-        return f"codec {recorded.codec}"
-    return f"sent: {recorded.costs.codec(recorded.codec).ratio:.2g} of the bytes of a dense all-reduce"
+    cost = recorded.network.cost
+    return f"; links of {8e-6 * FRAMED / cost.seconds_per_byte:,.0f} Mbit/s and {cost.latency * 1e6:,.0f} us"
 
 
 def _row(table: Table, title: str, found: Estimate) -> None:
@@ -109,8 +75,8 @@ def _figure(figure: Figure, scale: float, digits: int) -> str:
 def _words(change: Change) -> str:
     """Names a change in a few words."""
     words = []
-    if change.bandwidth is not None:
-        words.append(f"{change.bandwidth / 1e6:g} Mbit/s")
+    if change.rate is not None:
+        words.append(f"{change.rate / 1e6:g} Mbit/s")
     if change.latency is not None:
         words.append(f"latency {change.latency * 1e3:g} ms")
     if change.density is not None:
@@ -119,10 +85,10 @@ def _words(change: Change) -> str:
         words.append(change.codec)
     if change.fusion_threshold is not None:
         words.append(f"buckets of {change.fusion_threshold / 2**20:g} MiB")
-    if change.nodes is not None:
-        words.append(f"{change.nodes} nodes")
+    if change.hosts is not None:
+        words.append(counted(change.hosts, "host"))
     if change.algorithm:
         words.append(change.algorithm)
-    if change.no_straggler:
-        words.append("no straggler")
+    if change.without_straggler:
+        words.append("without a straggler")
     return ", ".join(words)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from fusion_trace.simulate.calibration import Figure
+    from fusion_trace.analyse.whatif import Figure
 
 
 def duration(ns: float | None) -> str:
@@ -26,7 +26,7 @@ def duration(ns: float | None) -> str:
 
 
 def interval(figure: Figure) -> str:
-    """Returns a figure in seconds as durations, with its interval, whose unit is that of the figure if none is said."""
+    """Returns a figure in seconds as durations, with its range, whose unit is that of the figure if none is said."""
     value, low, high = (duration(each * 1e9) for each in (figure.value, figure.low, figure.high))
     unit = value.partition(" ")[2]
     if all(each.endswith(f" {unit}") for each in (low, high)):

@@ -1,1 +1,0 @@
-"""Predictions of steps of any number of nodes, for `benchmarks.scale`."""
