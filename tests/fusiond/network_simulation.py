@@ -385,7 +385,7 @@ class VirtualDaemon(Daemon):
         assert self._mesh is not None
         self.mesh = self._mesh
         self.mesh._clock = lambda: int(network.now * 1e9)
-        self._shell.workers = self._shell.pool = self  # type: ignore[assignment]
+        self._parts.workers = self._parts.pool = self  # type: ignore[assignment]
         self._formation.begin()
         self.mesh.take_with(self._hear)
         self.loop.call_every(1.0, self._tick)

@@ -7,7 +7,6 @@ Messages arrive in an order that the seed decides, as in `simulation`, and somet
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 from fusion_rt import wire
@@ -33,11 +32,10 @@ class ViewNode(Node):
         self.losses = Losses(job.topology, node, job.settings.tolerate_losses, self.membership, self, self)
         config = DaemonConfig("simulated", node, job.topology, attached=False)
         loop = mesh = cast(Any, self)  # as much of both as these use
-        fail = partial(self.fail, tell_peers=True)
         probe = LinkProbe(self.clock)
-        self._starting = Starting(config, job.settings, self.membership, loop, mesh, probe, self._started, fail)
+        self._starting = Starting(config, job.settings, self.membership, loop, mesh, probe, self)
         self._dispatch = PeerDispatch(
-            job.topology, self.membership, self.losses, self._starting, loop, self, anybody={}, members={}
+            loop, self.membership, self.losses, self, anybody={}, members=self._starting.handlers()
         )
         self._dispatch.engine_begins(self.engine)
         self.deaf: set[int] = set()  # peers that its mesh has given up
@@ -75,7 +73,10 @@ class ViewNode(Node):
             self.begin_epoch()
         self._starting.check_up()
 
-    def _started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
+    def start_failed(self, error: str) -> None:
+        self.fail(error)
+
+    def started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
         for rank in self.membership.awaited:
             self._view_job.welcomed(rank)
 

@@ -1,7 +1,7 @@
 """The daemon: joins the event loop, the local workers, the mesh and the engine.
 
 Nothing is decided here about operations (`engine`), connections (`workers`, `mesh`), who is there (`membership`,
-`worker_dispatch`) or when it all ends (`ending`); this is the thin shell that makes these parts and joins them: those
+`formation`) or when it all ends (`job_end`); this is the thin shell that makes these parts and joins them: those
 of the present formation (`formation`), and those that outlive it.
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.host import bootstrap
@@ -23,8 +24,8 @@ from fusion_rt.host.private_files import read_secret
 from fusion_rt.settings import Settings
 from fusion_rt.tracing import resident_memory
 from fusion_rt.tracing.format import Kind
-from fusiond.app.formation import Formation, Shell
-from fusiond.app.peer_dispatch import Heard
+from fusiond.app.daemon_parts import DaemonParts, Heard
+from fusiond.app.formation import Formation
 from fusiond.core.tracing import Trace
 from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
@@ -95,7 +96,7 @@ class Daemon:
             lambda: self._formation.engine.record_plans(),
             lambda why: _log.warning("%s", why),
         )
-        self._shell = Shell(
+        self._parts = DaemonParts(
             settings,
             loop,
             self._trace,
@@ -106,10 +107,9 @@ class Daemon:
             Heard(),
             LinkProbe(loop.clock),
             time.monotonic(),
-            self.statistics,
-            self._formation_failed,
+            self,
         )
-        self._formation = Formation(config, self._shell)
+        self._formation = Formation(config, self._parts)
         # Before anybody is told of this daemon: workers that do not find the socket then know that it is gone.
         self._listener = listen(self._directory.socket_path)
 
@@ -132,12 +132,12 @@ class Daemon:
         allow_many_descriptors()
         ignore_float_errors()
         keep_freed_memory()
-        self._shell.pool = KernelPool(self._loop, self._settings.kernel_threads)
+        self._parts.pool = KernelPool(self._loop, self._settings.kernel_threads)
         self._directory.show_stacks()
-        self._shell.workers = Workers(self._loop, self._listener, self._formation.worker_dispatch)
+        self._parts.workers = Workers(self._loop, self._listener, self._formation.worker_dispatch)
         self._formation.begin()
         prepare_kernels(
-            self._shell.pool,
+            self._parts.pool,
             self._settings.compression if self._mesh is not None else "dense",
             ["float32"],
             self._cannot_reduce,
@@ -161,7 +161,7 @@ class Daemon:
         except Exception as error:  # everybody gets to read it, instead of a daemon that is just gone
             said = str(error) if isinstance(error, FusionError) else quoted(traceback.format_exc())
             self.fail(f"the daemon of host {self._host} failed: {said}")
-            self._shell.pool.close()  # after which no thread writes into the memory of workers
+            self._parts.pool.close()  # after which no thread writes into the memory of workers
             self._formation.ending.tell_workers()
             if isinstance(error, FusionError):
                 raise
@@ -185,7 +185,7 @@ class Daemon:
                 self._config.job,
                 self._config.topology,
                 self._config.node,
-                lambda: self._formation.figures(),
+                self,
                 token,
             )
         except FusionError as error:
@@ -212,17 +212,17 @@ class Daemon:
             return
         self._formation.end()
         config = msgspec.structs.replace(self._config, topology=order.topology)
-        self._formation = formation = Formation(config, self._shell, order.number, order.absent)
+        self._formation = formation = Formation(config, self._parts, order.number, order.absent)
         formation.begin()
-        self._shell.workers.events = formation.worker_dispatch
-        self._shell.timeline.reform(order.topology)
+        self._parts.workers.events = formation.worker_dispatch
+        self._parts.timeline.reform(order.topology)
         if self._metrics is not None:
             self._metrics.topology = order.topology
         dropped, given_up = self._mesh.reform(order.topology.hosts, order.peers)
         for node in dropped:
-            self._shell.heard.forget(node)
+            self._parts.heard.forget(node)
         for peer in order.peers:
-            self._shell.probe.admit(peer.node, peer.public_key)
+            self._parts.probe.admit(peer.node, peer.public_key)
         tell_starter(bootstrap.Reformed(order.number))
         formation.await_all()
         for node in given_up:
@@ -231,7 +231,8 @@ class Daemon:
                 f"node {node} (host {host}) was declared dead before by host {self._host}; it needs another daemon"
             )
 
-    def _formation_failed(self, number: int, reason: str, unreached: Sequence[int]) -> None:
+    def formation_failed(self, number: int, reason: str, unreached: Sequence[int]) -> None:
+        """A formation cannot go on."""
         if self._config.elastic and self._mesh is not None and number:
             tell_starter(bootstrap.EpochOver(number, (*self._mesh.lost, *unreached), reason))
 
@@ -243,14 +244,14 @@ class Daemon:
             self._formation.engine.tick()
 
     def _close(self) -> None:
-        self._shell.workers.close()
+        self._parts.workers.close()
         self._formation.relayed.close()
         if self._mesh is not None:
             self._mesh.close()
-        self._shell.pool.close()
-        self._shell.files.close()
-        self._shell.stacks.close()
-        self._shell.timeline.close()
+        self._parts.pool.close()
+        self._parts.files.close()
+        self._parts.stacks.close()
+        self._parts.timeline.close()
         if self._metrics is not None:  # when nobody waits for this daemon any more
             self._metrics.close()
         self._loop.close()
@@ -284,14 +285,18 @@ class Daemon:
 
     # --- what it says about itself ------------------------------------------------------------------------------------
 
+    def figures(self, serial: int = 0) -> wire.Figures:
+        """Returns the present figures of this node."""
+        return self._formation.figures(serial)
+
     def statistics(self) -> dict[str, object]:
         """Returns the data of `fusiond status`: identity, state, resources, and the statistics of every part."""
         return {
             **self._formation.identity(),
             "engine": self._formation.engine.statistics(),
-            "workers": self._shell.workers.statistics(),
+            "workers": self._parts.workers.statistics(),
             "mesh": None if self._mesh is None else self._mesh.statistics(),
-            "kernel_pool": self._shell.pool.statistics(),
+            "kernel_pool": self._parts.pool.statistics(),
             "loop": {**self._loop.statistics(), "longest": self._loop.longest},
             "metrics": "" if self._metrics is None else self._metrics.address,
         }

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from fusion_rt import wire
 from fusion_rt.kernels import cpu
@@ -25,6 +25,13 @@ _log = logging.getLogger("fusiond")
 _OF_PARCELS = 1  # urgency: a loss that is averaged does not wait behind them
 
 
+class FirstDone(Protocol):
+    """A formation, which hears when its first operation is done."""
+
+    def first_done(self) -> None:
+        """An operation is done."""
+
+
 class DaemonEffects:
     """The `Effects` of one daemon, in one formation.
 
@@ -32,7 +39,7 @@ class DaemonEffects:
         loop, mesh, stacks: the daemon's; no mesh in a job of one node.
         links: the connections of the local workers, by rank.
         files: runs what waits for file systems.
-        first_done: called when the first operation is done.
+        formation: hears when the first operation is done.
 
     Attributes:
         workers: the daemon's, once it runs.
@@ -45,7 +52,7 @@ class DaemonEffects:
         stacks: StackReader,
         links: Mapping[int, WorkerLink],
         files: FileWork,
-        first_done: Callable[[], None],
+        formation: FirstDone,
     ) -> None:
         self.workers: Workers
         self.run_jobs: RunJobs
@@ -53,7 +60,7 @@ class DaemonEffects:
         self.to_worker: Callable[..., None] = self._first_to_worker
         self._stacks = stacks
         self._links = links
-        self._first_done = first_done
+        self._formation = formation
         self._loop = loop
         self._timers: weakref.WeakSet[Timer] = weakref.WeakSet()
         self.clock = loop.clock
@@ -92,7 +99,7 @@ class DaemonEffects:
         """Sends a worker a message while no operation is done yet."""
         answer = partial(self.workers.answer, self._links)
         if isinstance(message, wire.Done):
-            self._first_done()
+            self._formation.first_done()
             self.to_worker = answer
         answer(rank, message, result)
 

@@ -1,90 +1,44 @@
 """The parts of a daemon that belong to one formation: one set of nodes and ranks.
 
 A job has one formation, from its beginning to its end; an elastic job goes from one to the next, as its launcher orders
-(`bootstrap.Reform`). Then everything here is made anew, and what outlives that, a `Shell`, is handed on: the loop, the
-mesh, the connections of workers, the measured links. A formation that is over does nothing any more, whatever timers,
-threads or late messages would still have it do.
+(`bootstrap.Reform`). Then everything here is made anew, and the parts that outlive that (`daemon_parts`) are handed on:
+the loop, the mesh, the connections of workers, the measured links. A formation that is over does nothing any more,
+whatever timers, threads or late messages would still have it do.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fusion_rt import wire
+from fusion_rt.core.traceback_format import quoted
 from fusion_rt.host import bootstrap
-from fusion_rt.settings import Settings
 from fusion_rt.tracing import files
 from fusiond.app.daemon_effects import DaemonEffects
-from fusiond.app.ending import Ending
-from fusiond.app.peer_dispatch import Heard, PeerDispatch
+from fusiond.app.daemon_parts import DaemonParts
+from fusiond.app.job_end import JobEnd
+from fusiond.app.peer_dispatch import PeerDispatch
 from fusiond.app.ring_files import RingFiles
 from fusiond.app.status import figures, identity
 from fusiond.app.tool_dispatch import ToolDispatch
-from fusiond.app.worker_dispatch import WorkerDispatch
-from fusiond.core.tracing import Trace
-from fusiond.host.file_work import FileWork
-from fusiond.host.loop import EventLoop
 from fusiond.live.figures import Gathering
-from fusiond.membership.epoch import Membership
+from fusiond.membership.epoch import Membership, not_ours
 from fusiond.membership.startup import Starting
-from fusiond.timeline.controller import TimelineController
-from fusiond.transport.mesh import Mesh
-from fusiond.transport.probe import LinkProbe
 from fusiond.workers.relayed_ports import RelayedPorts
-from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
-    from fusiond.buckets.plans import Memory
     from fusiond.collectives.cost import CostModel
     from fusiond.engine.engine import Engine
-    from fusiond.host.thread_pool import KernelPool
-    from fusiond.shards import KeptShards
-    from fusiond.workers.connections import WorkerLink, Workers
+    from fusiond.workers.connections import WorkerLink
 
 _log = logging.getLogger("fusiond")
 _PATIENCE = 3  # workers wait so many times as long for this daemon as its peers do, who know better
-
-
-@dataclass
-class Shell:
-    """The parts of a daemon that outlive its formations.
-
-    Attributes:
-        mesh: None in a job of one node that stays one.
-        heard: the peers' membership epochs.
-        probe: knows the links.
-        began: when the daemon began (s, by the monotonic clock).
-        statistics: returns the data of `fusiond status`.
-        failed: called with a formation's number, the reason why it cannot go on, and the nodes that never came up.
-        workers, pool: once the daemon runs.
-        memory: what codecs remember, on the way from one formation to the next.
-        kept: shards on that way; None before there is an engine.
-    """
-
-    settings: Settings
-    loop: EventLoop
-    trace: Trace
-    mesh: Mesh | None
-    stacks: StackReader
-    timeline: TimelineController
-    files: FileWork
-    heard: Heard
-    probe: LinkProbe
-    began: float
-    statistics: Callable[[], dict[str, object]]
-    failed: Callable[[int, str, Sequence[int]], None]
-
-    def __post_init__(self) -> None:
-        self.workers: Workers
-        self.pool: KernelPool
-        self.memory: Memory = {}
-        self.kept: KeptShards | None = None
 
 
 class Formation:
@@ -92,7 +46,7 @@ class Formation:
 
     Args:
         config: this node's place, and the topology.
-        shell: the rest of the daemon.
+        parts: the rest of the daemon.
         number: of the formation; 0 of a job that is not elastic, and of one whose first `Reform` has not come.
         absent: nodes that take no part.
 
@@ -102,77 +56,43 @@ class Formation:
     """
 
     def __init__(
-        self, config: bootstrap.DaemonConfig, shell: Shell, number: int = 0, absent: Collection[int] = ()
+        self, config: bootstrap.DaemonConfig, parts: DaemonParts, number: int = 0, absent: Collection[int] = ()
     ) -> None:
-        topology, node, settings, loop = config.topology, config.node, shell.settings, shell.loop
+        topology, node, loop = config.topology, config.node, parts.loop
         self.engine: Engine
         self.config = config
         self.number = number
-        self._absent = absent
+        self.absent = absent
+        self.parts = parts
         self._is_over = False
-        self._shell = shell
         self._links: dict[int, WorkerLink] = {}  # by rank
         self.membership = Membership(topology, node, absent, wire.first_epoch(number))
-        self.membership.mesh_up = shell.mesh is None
-        self.effects = DaemonEffects(
-            loop, shell.mesh, shell.stacks, self._links, shell.files, lambda: self.starting.report("first_done")
-        )
-        self.ending = Ending(
-            config,
-            settings,
-            self.membership,
-            loop,
-            shell.mesh,
-            self.effects,
-            self._links,
-            lambda: self.engine,
-            self._next_epoch,
-            absent,
-            number,
-            self._failed,
-            shell.trace,
-        )
+        self.membership.mesh_up = parts.mesh is None
+        self.effects = DaemonEffects(loop, parts.mesh, parts.stacks, self._links, parts.files, self)
+        self.ending = JobEnd(self, parts, self.membership, self.effects, self._links)
         self.losses = self.ending.losses
-        self.starting = Starting(
-            config, settings, self.membership, loop, shell.mesh, shell.probe, self._started, self._start_failed
-        )
+        self.starting = Starting(config, parts.settings, self.membership, loop, parts.mesh, parts.probe, self)
         gathering = Gathering(topology, node, self, self.effects)
-        directory = files.directory_of(settings.trace_root(), config.job)
-        rings = RingFiles(directory, topology, node, self.effects)
-        self.relayed = RelayedPorts(loop, node, lambda to, message: self.effects.to_node(to, message))
+        rings = RingFiles(files.directory_of(parts.settings.trace_root(), config.job), topology, node, self.effects)
+        self.relayed = RelayedPorts(loop, node, self.effects)
         self.peer_dispatch = PeerDispatch(
-            topology,
+            loop,
             self.membership,
             self.losses,
-            self.starting,
-            loop,
             self.ending,
             rings.handlers(),
-            {**gathering.handlers(), **self.relayed.handlers()},
-            number,
-            shell.heard,
+            {**gathering.handlers(), **self.relayed.handlers(), **self.starting.handlers()},
+            parts.heard,
         )
-        tools = ToolDispatch(config, self.membership, gathering, rings, self.effects, self.ending, shell.statistics)
-        self.worker_dispatch = WorkerDispatch(
-            config,
-            number,
-            self.membership,
-            self._links,
-            self.effects,
-            self.starting,
-            self.ending,
-            shell.timeline,
-            tools,
-            self.relayed,
-            self._begin_epoch,
-        )
+        tools = ToolDispatch(config, self.membership, gathering, rings, self.effects, self.ending, parts.daemon)
+        self.worker_dispatch = WorkerDispatch(self, self._links, tools)
 
     def begin(self) -> None:
         """Begins to take part, with an empty engine. To be called once the daemon runs."""
-        self.effects.begin(self._shell.workers, self._shell.pool, self.ending.fail)
+        self.effects.begin(self.parts.workers, self.parts.pool, self.ending.fail)
         self._make_engine()
-        if self._shell.mesh is not None:
-            self._shell.mesh.take_with(self.peer_dispatch.receive)
+        if self.parts.mesh is not None:
+            self.parts.mesh.take_with(self.peer_dispatch.receive)
 
     def await_all(self) -> None:
         """Waits for the workers of this node and for the other nodes. These are told that it is here."""
@@ -208,17 +128,17 @@ class Formation:
 
     # --- epochs -------------------------------------------------------------------------------------------------------
 
-    def _next_epoch(self) -> None:
+    def next_epoch(self) -> None:
         """Begins a membership epoch that awaits no worker of this node: the last one is lost, or there is none."""
-        self._begin_epoch()
+        self.begin_epoch()
         self.starting.check_up()
 
-    def _begin_epoch(self) -> None:
+    def begin_epoch(self) -> None:
         """Begins a membership epoch once all local workers (where there are none: all workers) have left and come back.
         Operations of the epoch before fail."""
         self.engine.fail_job("its ranks have left the job")
-        if self._shell.mesh is not None:
-            self._shell.mesh.hurry()  # that these ranks have left is said before it is said that they are back
+        if self.parts.mesh is not None:
+            self.parts.mesh.hurry()  # that these ranks have left is said before it is said that they are back
         self._make_engine()
         self.losses.epoch_begins(self.membership.epoch, self.engine)
 
@@ -227,31 +147,37 @@ class Formation:
         from fusiond.engine.engine import Engine
         from fusiond.shards import KeptShards
 
-        self._shell.kept = self._shell.kept or KeptShards()
+        self.parts.kept = self.parts.kept or KeptShards()
         self.engine = Engine(
             self.config.topology,
             self.config.node,
-            self._shell.settings,
+            self.parts.settings,
             self.effects,
             self.membership.epoch,
-            self._shell.trace,
-            self._absent,
-            self._shell.memory if self.config.elastic else None,
-            self._shell.kept,
+            self.parts.trace,
+            self.absent,
+            self.parts.memory if self.config.elastic else None,
+            self.parts.kept,
         )
         self.peer_dispatch.engine_begins(self.engine)
         self.worker_dispatch.engine_begins(self.engine)
 
-    def _failed(self, reason: str) -> None:
+    def failed(self, reason: str) -> None:
+        """The job, or in an elastic one this formation, cannot go on."""
         if not self._is_over:
-            self._shell.failed(self.number, reason, self.starting.unreached())
+            self.parts.daemon.formation_failed(self.number, reason, self.starting.unreached())
 
     # --- coming up ----------------------------------------------------------------------------------------------------
 
-    def _started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
+    def first_done(self) -> None:
+        """The first operation is done here."""
+        self.starting.report("first_done")
+
+    def started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
+        """All nodes are up; `seconds_per_byte`: of the links, by node."""
         from fusiond.collectives.cost import CostModel
 
-        settings, mesh = self._shell.settings, self._shell.mesh
+        settings, mesh = self.parts.settings, self.parts.mesh
         cost = CostModel(start.latency, start.seconds_per_byte)
         links = {path.nodes: CostModel(path.latency, path.seconds_per_byte) for path in start.paths}
         self.engine.measured(cost, CostModel(start.route_latency, start.route_seconds_per_byte), links)
@@ -283,12 +209,13 @@ class Formation:
 
         nodes = sorted(self.membership.nodes)
         measured = all(pair in links for pair in combinations(nodes, 2))
-        if len(nodes) < 2 or not measured or self._shell.settings.ring_order != "measured":
+        if len(nodes) < 2 or not measured or self.parts.settings.ring_order != "measured":
             return None
         slowest, around = time_of(ring_order(nodes, links), links)
         return around / len(nodes), slowest
 
-    def _start_failed(self, error: str) -> None:
+    def start_failed(self, error: str) -> None:
+        """Not all nodes are up in time."""
         self.ending.fail(error)
         self.ending.check_over()
 
@@ -296,11 +223,127 @@ class Formation:
 
     def figures(self, serial: int = 0) -> wire.Figures:
         """Returns the present figures of this node; `serial`: of the question."""
-        shell = self._shell
-        return figures(serial, self.engine, shell.mesh, self.membership, self.ending.failure, shell.began)
+        parts = self.parts
+        return figures(serial, self.engine, parts.mesh, self.membership, self.ending.failure, parts.began)
 
     def identity(self) -> dict[str, object]:
         """Returns which daemon this is, and how it is, for `fusiond status`."""
-        told = identity(self.config, self._shell.settings, self.membership, self.ending.failure, self._shell.began)
+        told = identity(self.config, self.parts.settings, self.membership, self.ending.failure, self.parts.began)
         views, links, relayed = self.losses.statistics(), self.starting.statistics(), self.relayed.statistics()
         return {**told, "views": views, "links": links, "relayed": relayed}
+
+
+class WorkerDispatch:
+    """One daemon's `WorkerEvents`.
+
+    Args:
+        formation: of which they are, with its other parts.
+        links: the connections of those that have joined, by rank; kept here.
+        tools: answers to tools.
+
+    Attributes:
+        handlers: of the messages of workers that have joined, and of tools.
+    """
+
+    def __init__(self, formation: Formation, links: dict[int, WorkerLink], tools: ToolDispatch) -> None:
+        config = formation.config
+        self._formation = formation
+        self._number = formation.number if config.elastic else None
+        self._is_over = False
+        self._job = config.job
+        self._host = config.topology.hosts[config.node]
+        self._membership = formation.membership
+        self._links = links
+        self._effects = effects = formation.effects
+        self._starting = formation.starting
+        self._ending = formation.ending
+        self._timeline = formation.parts.timeline
+        self._relayed = formation.relayed
+        self.handlers: dict[type[Any], Callable[..., None]] = {
+            wire.Ping: lambda link, _: effects.workers.send(link, wire.Pong()),
+            wire.TrafficRequest: self._tell_traffic,
+            wire.StartTimeline: self._start_timeline,
+            wire.StopTimeline: self._stop_timeline,
+            wire.RelayPort: self._relay_port,
+            **tools.handlers(),
+        }
+
+    def engine_begins(self, engine: Engine) -> None:
+        """Switches to the engine of a new membership epoch."""
+        of_engine = engine.worker_handlers()
+
+        def submit(link: WorkerLink, message: wire.Submit) -> None:
+            self._timeline.submitted(message)
+            of_engine[wire.Submit](link, message)
+
+        self.handlers.update(of_engine)
+        self.handlers[wire.Submit] = submit
+
+    def _tell_traffic(self, link: WorkerLink, asked: wire.TrafficRequest) -> None:
+        told = dict(zip(("sent", "received"), self._effects.traffic(), strict=True))
+        self._effects.workers.send(link, wire.Done(asked.handle, json.dumps(told).encode()))
+
+    def end(self) -> None:
+        """Ends this formation here: its workers are heard until they leave, and nothing comes of what they say."""
+        self._is_over = True
+        self.handlers = {kind: _ignored for kind in self.handlers} | {wire.Ping: self.handlers[wire.Ping]}
+
+    def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
+        refusal = not_ours(hello, self._job, self._number) or self._membership.may_join(hello.rank)
+        if refusal or self._ending.failure:
+            self._effects.workers.send(link, wire.JobFailed(self._ending.failure or refusal, hello.formation))
+            return
+        link.rank = hello.rank
+        self._links[hello.rank] = link
+        epoch = self._membership.epoch
+        self._membership.join(hello.rank)
+        if self._membership.epoch > epoch:
+            self._formation.begin_epoch()
+        _log.info("rank %d (pid %d) has joined", hello.rank, link.pid)
+        if len(self._membership.joined) == len(self._membership.local):
+            self._starting.report("joined")
+        self._starting.check_up()
+
+    def worker_left(self, rank: int, bye: wire.Bye) -> None:
+        self._membership.left.add(rank)
+        del self._links[rank]
+        if self._is_over:
+            return
+        if bye.error:
+            self._ending.worker_lost(rank, f"rank {rank} (host {self._host}) failed: {quoted(bye.error)}")
+        else:
+            self._ending.worker_departed(rank)
+        self._ending.check_over()
+
+    def worker_lost(self, rank: int, pid: int, why: str) -> None:
+        del self._links[rank]
+        if self._is_over:
+            return
+        self._ending.worker_lost(rank, f"rank {rank} (host {self._host}, pid {pid}) {why}")
+        self._ending.check_over()
+
+    def connection_ended(self) -> None:
+        self._ending.check_over()
+
+    def _start_timeline(self, link: WorkerLink, message: wire.StartTimeline) -> None:
+        assert link.rank is not None
+        self._timeline.start(link.rank, message.path, message.mark_cycles, self._tell_why(link.rank, message.handle))
+
+    def _stop_timeline(self, link: WorkerLink, message: wire.StopTimeline) -> None:
+        assert link.rank is not None
+        self._timeline.stop(link.rank, self._tell_why(link.rank, message.handle))
+
+    def _relay_port(self, link: WorkerLink, asked: wire.RelayPort) -> None:
+        try:
+            answer = str(self._relayed.port_for(asked.node, asked.port))
+        except OSError as error:
+            answer = f"no port of host {self._host} can lead to node {asked.node}: {error.strerror}"
+        self._effects.workers.send(link, wire.Done(asked.handle, answer.encode()))
+
+    def _tell_why(self, rank: int, handle: int) -> Callable[[str], None]:
+        """Returns a callback that answers a rank with the reason why something cannot be done; empty if it is done."""
+        return lambda why: self._effects.to_worker(rank, wire.Done(handle, why.encode()))
+
+
+def _ignored(link: WorkerLink, message: wire.WorkerMessage) -> None:
+    """Handles what a worker says that does not know yet that its membership epoch is over."""

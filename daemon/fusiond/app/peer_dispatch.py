@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
-from fusion_rt.core.topology import Topology
 from fusion_rt.core.traceback_format import quoted
+from fusiond.app.daemon_parts import Heard
 from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop
 from fusiond.membership.epoch import Membership
 from fusiond.membership.failures import JobControl, Losses
-from fusiond.membership.startup import Starting
 from fusiond.transport.flow_control import CreditExceeded
 
 if TYPE_CHECKING:
@@ -37,57 +36,32 @@ _LAST_DATA = 2.0  # seconds without data after which what is complete on one nod
 _log = logging.getLogger("fusiond")
 
 
-class Heard:
-    """The peers' membership epochs, whatever this node's is.
-
-    Attributes:
-        epochs: of each node, as it has told.
-        early: words of a formation that is not this node's yet, by the node that has said them.
-    """
-
-    def __init__(self) -> None:
-        self.epochs: dict[int, int] = {}
-        self.early: dict[int, list[wire.PeerMessage]] = {}
-
-    def of(self, node: int) -> int:
-        """Returns a node's epoch."""
-        return self.epochs.get(node, 0)
-
-    def forget(self, node: int) -> None:
-        """Forgets a daemon that is gone; another one may come to its node."""
-        self.epochs.pop(node, None)
-        self.early.pop(node, None)
-
-
 class PeerDispatch:
     """Tables of handlers of one daemon in one formation, by node.
 
     Args:
-        number: of the formation.
-        heard: is kept from one formation to the next.
-        anybody: handlers of messages that every node may send, also one that is not in the view.
-        members: handlers of messages that nodes of the view may send, whatever their epoch.
+        membership: the workers and nodes of the formation.
         losses: knows the view.
         job: acts.
+        anybody: handlers of messages that every node may send, also one that is not in the view.
+        members: handlers of messages that nodes of the view may send, whatever their epoch.
+        heard: is kept from one formation to the next.
     """
 
     def __init__(
         self,
-        topology: Topology,
+        loop: EventLoop,
         membership: Membership,
         losses: Losses,
-        starting: Starting,
-        loop: EventLoop,
         job: JobControl,
         anybody: Handlers,
         members: Handlers,
-        number: int = 0,
         heard: Heard | None = None,
     ) -> None:
-        self._number = number
+        self._number = wire.formation_of(membership.epoch)
         self._heard = heard or Heard()
         self._is_over = False
-        self._topology = topology
+        self._topology = losses.topology
         self._membership = membership
         self._losses = losses
         self._loop = loop
@@ -97,7 +71,6 @@ class PeerDispatch:
             **anybody,
             **members,
             **losses.handlers(),
-            **starting.handlers(),
             wire.Abort: lambda node, abort: job.fail(abort.error, tell_peers=False),
             wire.NewEpoch: self._new_epoch,
         }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fusion_rt import wire
 from fusion_rt.host import bootstrap
 from fusiond.app.daemon_effects import DaemonEffects
-from fusiond.app.ending import Ending
+from fusiond.app.daemon_parts import Daemonic
+from fusiond.app.job_end import JobEnd
 from fusiond.app.ring_files import RingFiles
 from fusiond.app.status import state_of
 from fusiond.control.waiting import Survey, document, fitting
@@ -26,7 +27,7 @@ class ToolDispatch:
 
     Args:
         config: which job this is, and who is where.
-        statistics: returns the data of `fusiond status`.
+        daemon: has the data of `fusiond status`.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class ToolDispatch:
         gathering: live.Gathering,
         rings: RingFiles,
         effects: DaemonEffects,
-        ending: Ending,
-        statistics: Callable[[], dict[str, object]],
+        ending: JobEnd,
+        daemon: Daemonic,
     ) -> None:
         self._job = config.job
         self._topology = config.topology
@@ -46,13 +47,13 @@ class ToolDispatch:
         self._rings = rings
         self._effects = effects
         self._ending = ending
-        self._statistics = statistics
+        self._daemon = daemon
 
     def handlers(self) -> Handlers:
         """Returns the handlers of tools' messages; the answer goes to the tool at once or later."""
         return {
             wire.StatusRequest: lambda link, _: self._ending.current_engine().codecs.measure(
-                lambda: self._tell(link, self._statistics())
+                lambda: self._tell(link, self._daemon.statistics())
             ),
             wire.HangRequest: lambda link, asked: self._ending.current_engine().survey(
                 asked.everyone, lambda survey: self._tell_what_waits(link, survey)

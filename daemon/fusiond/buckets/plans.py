@@ -22,7 +22,6 @@ from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.buckets import codec_state
 from fusiond.buckets.codec_state import Remembered, State
 from fusiond.buckets.recipes import reducer_of
-from fusiond.buckets.terms import check_terms
 from fusiond.buckets.traced_codecs import release_codec
 from fusiond.buckets.worker_selection import Selected, selected
 from fusiond.collectives.base import Array, Job, Reducer
@@ -383,7 +382,7 @@ class Plans:
             raise RequestError(f"rank {rank} is ready in {what}, which is not active") from None
         if ready.rescale or ready.share != wire.OWN or ready.loss_scale != 1.0:
             own_only = state.at_homes or found.reducer.op == "adasum"
-            check_terms(rank, ready, len(found.parts), own_only)
+            _check_terms(rank, ready, len(found.parts), own_only)
         values = memory.values[ready.bucket]
         part = Contribution(
             memory.position,
@@ -490,3 +489,24 @@ def _selected(rank: int, ready: wire.Ready, state: PlanState, found: BucketState
     if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
         raise RequestError(f"{whose} was selected by its worker, which is not the only one of its node")
     return selected(whose, found.codec, segment, ready.tray, state.plan.nbytes)
+
+
+def _check_terms(rank: int, ready: wire.Ready, tensors: int, own_only: bool) -> None:
+    """Raises `RequestError` where the terms of a contribution make no sense for its bucket.
+
+    Args:
+        rank: the worker's.
+        tensors: how many the bucket has.
+        own_only: each rank has to submit its own contribution.
+    """
+    factors, what = ready.rescale, f"bucket {ready.bucket} of plan {ready.plan}"
+    if factors and not (len(factors) == tensors and all(0 < factor < math.inf for factor in factors)):
+        raise RequestError(
+            f"rank {rank} rescales the residual of {what}, which has {tensors} tensors, by {list(factors)}"
+        )
+    if not 0 < ready.loss_scale < math.inf:
+        raise RequestError(
+            f"rank {rank} gives {what} the loss scale {ready.loss_scale:g}, which has to be above 0 and finite"
+        )
+    if own_only and ready.share != wire.OWN:
+        raise RequestError(f"rank {rank} shares a contribution with its node in {what}, which needs each rank's own")

@@ -28,7 +28,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.codecs.base import CodecError
 from fusion_rt.codecs.summing import Portion, SummingBucketCodec
-from fusiond.collectives import pieces, ranges
+from fusiond.collectives import ranges
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, local_jobs, spoil
 from fusiond.core.contribution import WorkerSelection
 
@@ -36,6 +36,56 @@ _TAG = struct.Struct("<I")  # begins every payload: of the step and the ranges t
 _COUNTS = np.dtype("<u4")
 _ADAPT_EVERY = 64  # steps
 _CONTRIBUTION, _RESULT = 0, 1
+
+
+# A payload whose length the receiver does not know travels as chunks of `port.chunk_bytes`, the last one shorter. A
+# chunk's `start` is where the piece begins in the payload, in bytes. Pieces may come in any order.
+
+
+def _send_pieces(port: Port, position: int, part: int, payload: memoryview | bytes) -> None:
+    """Sends a payload to a peer. It is empty pieces that end one whose length is a multiple of a chunk's."""
+    view = memoryview(payload)
+    for start in range(0, view.nbytes + 1, port.chunk_bytes):
+        port.send(position, part, start, 0, view[start : start + port.chunk_bytes])
+
+
+class Assembly:
+    """A payload that comes piece by piece.
+
+    Args:
+        limit: the most bytes that it can have.
+        piece: bytes of every piece but the last.
+    """
+
+    def __init__(self, limit: int, piece: int) -> None:
+        self._limit, self._piece = limit, piece
+        self._pieces: dict[int, bytes | memoryview] = {}
+        self._expected = 0  # pieces; 0 until the last has come
+
+    def add(self, start: int, payload: memoryview) -> bool:
+        """Takes a piece; returns whether the payload is complete. One that is a single piece is not copied.
+
+        Raises:
+            ExchangeError: the piece is not part of a payload of that limit, or came before.
+        """
+        last = payload.nbytes < self._piece
+        number, odd = divmod(start, self._piece)
+        beyond = bool(self._expected) and (last or number >= self._expected)
+        too_soon = last and any(other >= start for other in self._pieces)
+        if odd or payload.nbytes > self._piece or start + payload.nbytes > self._limit or beyond or too_soon:
+            raise ExchangeError(f"{payload.nbytes} bytes at {start} are no piece of at most {self._limit} bytes")
+        if start in self._pieces:
+            raise ExchangeError(f"the piece at {start} came twice")
+        if last:
+            self._expected = number + 1
+        self._pieces[start] = payload if last and number == 0 else bytes(payload)
+        return len(self._pieces) == self._expected
+
+    def whole(self) -> memoryview:
+        """Returns the complete payload, and forgets its pieces."""
+        found = [self._pieces[at] for at in sorted(self._pieces)]
+        self._pieces.clear()
+        return memoryview(found[0] if len(found) == 1 else b"".join(found))
 
 
 class Compressed(Exchange):
@@ -71,7 +121,7 @@ class Compressed(Exchange):
         self._written = False
         self._tag = self._spoiled_tag = b""
         self._sent_nbytes = 0
-        self._assemblies: dict[tuple[int, int], pieces.Assembly] = {}
+        self._assemblies: dict[tuple[int, int], Assembly] = {}
         self._received: set[tuple[int, int]] = set()
         passes = 1 if chosen else len(sources) + 3  # what compressing reads
         self._nbytes = len(outputs[0]) * reducer.dtype.itemsize
@@ -123,20 +173,20 @@ class Compressed(Exchange):
 
     def _send(self, position: int, part: int, whole: bytes) -> None:
         self._sent_nbytes += len(whole)
-        pieces.send(self.port, position, part, whole)
+        _send_pieces(self.port, position, part, whole)
 
-    def _complete(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> pieces.Assembly | None:
+    def _complete(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> Assembly | None:
         """Takes a chunk; returns what a peer has sent when all of it is there."""
         key = chunk.part, position
         if position == self.port.position or chunk.hop or key in self._received:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
-        assembly = self._assemblies.setdefault(key, pieces.Assembly(limit + _TAG.size, self.port.chunk_bytes))
+        assembly = self._assemblies.setdefault(key, Assembly(limit + _TAG.size, self.port.chunk_bytes))
         if not assembly.add(chunk.start, payload):
             return None
         self._received.add(key)
         return self._assemblies.pop(key)
 
-    def _opened(self, position: int, name: str, assembly: pieces.Assembly) -> memoryview:
+    def _opened(self, position: int, name: str, assembly: Assembly) -> memoryview:
         """Returns what a peer has sent, without its tag; nothing where it is `_spoiled`."""
         view = assembly.whole()
         if view == self._spoiled_tag:
@@ -234,12 +284,12 @@ class Owned(Compressed):
             take = self._take_result if result else self._take_contribution
             self.port.work(self._nbytes, partial(take, position, chunk.key.name, assembly), self._go_on)
 
-    def _take_contribution(self, position: int, name: str, assembly: pieces.Assembly) -> None:
+    def _take_contribution(self, position: int, name: str, assembly: Assembly) -> None:
         packed = self._opened(position, name, assembly)
         portion = None if self._spoiled else self._codec.unpack(packed, *self._range(self.port.position))
         self._contributed(position, portion)
 
-    def _take_result(self, position: int, name: str, assembly: pieces.Assembly) -> None:
+    def _take_result(self, position: int, name: str, assembly: Assembly) -> None:
         packed = self._opened(position, name, assembly)
         if self._spoiled:
             return
@@ -327,7 +377,7 @@ class Gathered(Compressed):
             take = partial(self._take, position, chunk.key.name, assembly)
             self.port.work(self._nbytes, take, self._add_if_complete)
 
-    def _take(self, position: int, name: str, assembly: pieces.Assembly) -> None:
+    def _take(self, position: int, name: str, assembly: Assembly) -> None:
         packed = self._opened(position, name, assembly)
         elements = self._codec.layout.elements
         self._portions[position] = None if self._spoiled else self._codec.unpack(packed, 0, elements)

@@ -21,11 +21,15 @@ class Timers(Protocol):
         """Calls back when that time has passed."""
 
 
-class Correspondence(Protocol):
-    """The part of an engine's `Effects` that asks peers, and does not wait for their answers for ever."""
+class Outlet(Protocol):
+    """The part of an engine's `Effects` that sends control messages."""
 
     def to_node(self, node: int, message: wire.PeerMessage, /) -> None:
         """Sends a control message to a peer, if it can be reached."""
+
+
+class Correspondence(Outlet, Protocol):
+    """The part of an engine's `Effects` that asks peers, and does not wait for their answers for ever."""
 
     def call_later(self, seconds: float, callback: Callable[[], None], /) -> object:
         """Calls back when that time has passed."""

@@ -6,7 +6,7 @@ docs/grafana.json is a dashboard that shows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, TimeoutError
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import Topology
 from fusiond.host.loop import EventLoop
+from fusiond.live.figures import Figured
 from fusiond.live.web import Page, WebServer
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Metrics:
         loop: the daemon's; figures are taken in it.
         port: on the loopback address; 0: any.
         job, topology, node: of the figures.
-        figures: returns them.
+        daemon: has them.
         token: required of clients; empty: a random one.
 
     Attributes:
@@ -50,7 +51,7 @@ class Metrics:
         job: str,
         topology: Topology,
         node: int,
-        figures: Callable[[], wire.Figures],
+        daemon: Figured,
         token: str = "",
     ) -> None:
         try:
@@ -58,7 +59,7 @@ class Metrics:
         except ModuleNotFoundError:
             raise FusionError("metrics need the package prometheus_client: pip install prometheus_client") from None
         self._loop = loop
-        self._figures = figures
+        self._daemon = daemon
         self._job = job
         self.topology = topology
         self._node = node
@@ -102,7 +103,7 @@ class Metrics:
 
     def _tell(self, taken: Future[wire.Figures]) -> None:
         if taken.set_running_or_notify_cancel():
-            taken.set_result(self._figures())
+            taken.set_result(self._daemon.figures(0))
 
 
 def families(job: str, topology: Topology, node: int, figures: wire.Figures) -> Iterator[Metric]:

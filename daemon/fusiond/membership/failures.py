@@ -58,6 +58,7 @@ class Losses:
         absent: nodes that take no part.
 
     Attributes:
+        topology: the ranks of each node.
         views: which nodes go on.
         coordinated: nodes that coordinated in views before.
     """
@@ -74,7 +75,7 @@ class Losses:
     ) -> None:
         self.views = Views(topology, node, effects, self, absent)
         self.coordinated: set[int] = set()
-        self._topology = topology
+        self.topology = topology
         self._node = node
         self._tolerate = tolerate
         self._membership = membership
@@ -110,7 +111,7 @@ class Losses:
 
     def gone_on_without(self, why: str) -> None:
         """Resigns this node, which ends; the others decide on the rest of the job."""
-        host = self._topology.hosts[self._node]
+        host = self.topology.hosts[self._node]
         self.views.resign(f"node {self._node} (host {host}) is lost: {why}")
 
     def handlers(self) -> Handlers:
@@ -127,7 +128,7 @@ class Losses:
         engine says before is to them of the epoch before, and dropped, and nobody says it again.
 
         Nodes that were not needed any more when they went are missed now."""
-        for node in range(len(self._topology.hosts)):
+        for node in range(len(self.topology.hosts)):
             if node != self._node:
                 self._effects.to_node(node, wire.NewEpoch(epoch))
         if self.views.view.number:
@@ -183,7 +184,7 @@ class Losses:
         self._job.fail(error, tell or not self._tolerate)
 
     def _suspect(self, node: int, why: str) -> None:
-        self.views.suspect(Loss(node, f"node {node} (host {self._topology.hosts[node]}) is lost: {why}"))
+        self.views.suspect(Loss(node, f"node {node} (host {self.topology.hosts[node]}) is lost: {why}"))
 
     def _let_go(self, node: int, why: str) -> None:
         self._ended[node] = why
@@ -194,5 +195,5 @@ class Losses:
         return self._tolerate and self._membership.started
 
     def _has_left(self, node: int) -> bool:
-        ranks = self._topology.ranks[node]
+        ranks = self.topology.ranks[node]
         return bool(ranks) and self._job.current_engine().participants.departed.issuperset(ranks)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from fusion_rt import wire
 from fusion_rt.core.cost import CostModel
@@ -31,6 +31,16 @@ _OWN_PINGS, _PINGS = 6, 3  # to each node: by the coordinator, who decides wheth
 _APART = 1e-3  # seconds between the first pings to two nodes, so that echoes do not wait for each other
 
 
+class Begun(Protocol):
+    """A formation, as far as it starts."""
+
+    def started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
+        """All nodes are up; `seconds_per_byte`: of the links, by node."""
+
+    def start_failed(self, error: str) -> None:
+        """Not all nodes are up in time."""
+
+
 class Starting:
     """One daemon's part in the start of a formation.
 
@@ -39,8 +49,7 @@ class Starting:
         membership: the workers that have come here, and, at the coordinator, the nodes that are up.
         loop, mesh: time, and the peers; None in a job of one node.
         probe: knows the links.
-        started: called with the `Start` and the links' seconds a byte by node, when all nodes are up.
-        failed: called with a sentence when they are not in time.
+        formation: is told how it ends.
     """
 
     def __init__(
@@ -51,16 +60,14 @@ class Starting:
         loop: EventLoop,
         mesh: Mesh | None,
         probe: LinkProbe,
-        started: Callable[[wire.Start, Mapping[int, float]], None],
-        failed: Callable[[str], None],
+        formation: Begun,
     ) -> None:
         self._config = config
         self._settings = settings
         self._membership = membership
         self._loop = loop
         self._mesh = mesh
-        self._started = started
-        self._failed = failed
+        self._formation = formation
         self._probe = probe
         self._pings: Pings | None = None
         self._pinged: Callable[[Mapping[int, float]], None]  # takes the latencies, when all echoes have come
@@ -160,7 +167,7 @@ class Starting:
         self._paths = {path.nodes: path for path in start.paths}
         if self._timer is not None:
             self._timer.cancel()
-        self._started(start, self._seconds_per_byte())
+        self._formation.started(start, self._seconds_per_byte())
         _log.info("the job has started after %.2f s", time.monotonic() - self._began)
         self.report("started")
         if not self._membership.local:
@@ -309,7 +316,7 @@ class Starting:
             topology = self._config.topology
             missing = ", ".join(f"{node} (host {topology.hosts[node]})" for node in nodes)
             who = f"the daemons of nodes {missing} could not be reached from host {topology.hosts[self._config.node]}"
-        self._failed(
+        self._formation.start_failed(
             f"the job did not come up within {self._settings.start_timeout:g} s: {who}; raise --start-timeout "
             "(HOROVOD_START_TIMEOUT) if a busy host or a slow link needs longer (docs/troubleshooting.md)"
         )

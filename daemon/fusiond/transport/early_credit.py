@@ -19,6 +19,7 @@ from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
+from fusiond.core.effects import Outlet
 
 EARLY_BYTES = 96 * 1024 * 1024
 """Bytes of chunks that may wait at a daemon for its workers, from all peers together: it is to stay within 128 MiB."""
@@ -26,13 +27,6 @@ EARLY_BYTES = 96 * 1024 * 1024
 LEAST_CHARGE = 32 * 1024
 """Bytes that an operation is charged with at least: its record takes memory, too. So at most 3,072 operations can wait
 at a daemon for its workers."""
-
-
-class Outlet(Protocol):
-    """The way of control messages to other nodes: a part of `core.effects.Effects`."""
-
-    def to_node(self, node: int, message: wire.PeerMessage, /) -> None:
-        """Sends a message."""
 
 
 class Waiting(Protocol):

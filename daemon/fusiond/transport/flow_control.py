@@ -19,8 +19,9 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
+from fusiond.core.effects import Outlet
 from fusiond.core.tracing import about_key
-from fusiond.transport.early_credit import EarlyCredit, Outlet
+from fusiond.transport.early_credit import EarlyCredit
 
 BORROW_FROM = 64 * 1024  # bytes; a smaller payload is copied when it is sent, a larger one borrowed
 

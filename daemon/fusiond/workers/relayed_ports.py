@@ -11,7 +11,6 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ from functools import partial
 from fusion_rt import wire
 from fusion_rt.core.errors import WireError
 from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Outlet
 from fusiond.core.errors import NO_ROOM
 from fusiond.host.loop import EventLoop
 
@@ -55,13 +55,13 @@ class RelayedPorts:
 
     Args:
         node: this one.
-        to_node: sends a message to another node.
+        outside: sends messages to other nodes.
     """
 
-    def __init__(self, loop: EventLoop, node: int, to_node: Callable[[int, wire.PeerMessage], None]) -> None:
+    def __init__(self, loop: EventLoop, node: int, outside: Outlet) -> None:
         self._loop = loop
         self._node = node
-        self._to_node = to_node
+        self._outside = outside
         self._served: set[int] = set()  # ports that workers of this node serve
         self._listeners: dict[tuple[int, int], socket.socket] = {}  # by node and port
         self._relays: dict[_Key, _Relay] = {}
@@ -127,7 +127,7 @@ class RelayedPorts:
             return
         sock.setblocking(False)
         self._serial += 1
-        self._to_node(node, wire.RelayOpened(self._serial, port))
+        self._outside.to_node(node, wire.RelayOpened(self._serial, port))
         self._begin((node, self._serial, True), sock)
 
     def _begin(self, key: _Key, sock: socket.socket) -> None:
@@ -157,7 +157,7 @@ class RelayedPorts:
 
     def _say(self, relay: _Relay, data: bytes = b"", taken: int = 0, is_over: bool = False) -> None:
         node, serial, is_ours = relay.key
-        self._to_node(node, wire.Relayed(serial, is_ours, data, taken, is_over))
+        self._outside.to_node(node, wire.Relayed(serial, is_ours, data, taken, is_over))
 
     def _end(self, relay: _Relay) -> None:
         """Ends a connection that has ended here."""
@@ -181,7 +181,7 @@ class RelayedPorts:
         except OSError:  # there is no descriptor for it
             sock = None
         if sock is None:
-            self._to_node(node, wire.Relayed(message.serial, False, is_over=True))
+            self._outside.to_node(node, wire.Relayed(message.serial, False, is_over=True))
             return
         sock.setblocking(False)
         self._begin(key, sock)

@@ -18,7 +18,7 @@ TOOL: Any = "the tool's connection"
 
 
 class Parts:
-    """`Gathering`, `RingFiles`, `DaemonEffects`, `Ending`, the engine and the workers in one; node 1 has ended."""
+    """`Gathering`, `RingFiles`, `DaemonEffects`, `JobEnd`, the engine and the workers in one; node 1 has ended."""
 
     def __init__(self) -> None:
         self.workers = self.codecs = self
@@ -29,9 +29,10 @@ class Parts:
         parts: Any = self
         membership = Membership(TWO, 0)
         membership.started = True
-        self.requests = ToolDispatch(
-            DaemonConfig("job", 0, TWO), membership, parts, parts, parts, parts, lambda: {"pid": 7}
-        )
+        self.requests = ToolDispatch(DaemonConfig("job", 0, TWO), membership, parts, parts, parts, parts, parts)
+
+    def statistics(self) -> dict[str, object]:
+        return {"pid": 7}
 
     def answer_to(self, message: wire.ToolMessage) -> Any:
         """The one answer, as JSON."""

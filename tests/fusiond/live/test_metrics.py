@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusiond.host.loop import EventLoop
 from fusiond.live.metrics import Metrics, families
@@ -32,6 +33,17 @@ def loop() -> Iterator[EventLoop]:
     loop.close()
 
 
+class Daemon:
+    """A daemon with figures; `asked_on`: the threads on which they were asked for."""
+
+    def __init__(self) -> None:
+        self.asked_on: list[threading.Thread] = []
+
+    def figures(self, serial: int) -> wire.Figures:
+        self.asked_on.append(threading.current_thread())
+        return FIGURES
+
+
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
@@ -40,13 +52,8 @@ def get(url: str) -> str:
 
 
 def test_prometheus_reads_all_figures(loop: EventLoop) -> None:
-    asked_on = []
-
-    def figures() -> object:
-        asked_on.append(threading.current_thread())
-        return FIGURES
-
-    metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, figures)  # type: ignore[arg-type]
+    daemon = Daemon()
+    metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, daemon)
     try:
         text = get(metrics.address)
     finally:
@@ -65,8 +72,8 @@ def test_prometheus_reads_all_figures(loop: EventLoop) -> None:
     assert found[("fusion_peer_lost", "b")] == 1
     assert [found[("fusion_state", name)] for name in ("starting", "running", "failed")] == [0, 1, 0]
     assert 'job_id="mine"' in text
-    assert asked_on[0] is not threading.main_thread()
-    assert asked_on[0].name != "web"  # the loop's thread owns the figures, and nobody else reads them
+    assert daemon.asked_on[0] is not threading.main_thread()
+    assert daemon.asked_on[0].name != "web"  # the loop's thread owns the figures, and nobody else reads them
 
 
 def test_the_dashboard_for_grafana_and_the_docs_name_metrics_that_there_are() -> None:
@@ -82,18 +89,18 @@ def test_the_dashboard_for_grafana_and_the_docs_name_metrics_that_there_are() ->
 
 
 def test_a_port_that_is_taken_is_said(loop: EventLoop) -> None:
-    metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, lambda: FIGURES)
+    metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, Daemon())
     port = int(metrics.url.rpartition(":")[2].partition("/")[0])
     try:
         with pytest.raises(FusionError, match=rf"port {port} of 127\.0\.0\.1 is not available: Address already in use"):
-            Metrics(loop, port, "mine", TOPOLOGY, 0, lambda: FIGURES)
+            Metrics(loop, port, "mine", TOPOLOGY, 0, Daemon())
     finally:
         metrics.close()
 
 
 def test_a_daemon_that_ends_does_not_wait_for_whoever_asks() -> None:
     loop = EventLoop()  # which does not run
-    metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, lambda: FIGURES)
+    metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, Daemon())
     answers: list[int] = []
     asked = threading.Event()
     call = loop.call_from_thread

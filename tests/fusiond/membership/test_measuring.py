@@ -47,14 +47,18 @@ class World:
             self.nodes[0].node_up(node, 0)
 
     def _node(self, topology: Topology, node: int) -> Starting:
-        def started(start: wire.Start, rates: Mapping[int, float]) -> None:
-            self.started[node] = start, rates
+        class Formation:
+            def started(_, start: wire.Start, rates: Mapping[int, float]) -> None:
+                self.started[node] = start, rates
+
+            def start_failed(_, error: str) -> None:
+                pytest.fail(error)
 
         loop = cast(Any, Loop(self))
         config = DaemonConfig("test", node, topology, attached=False)
         membership = Membership(topology, node)
         mesh = cast(Any, Mesh(self, node))
-        parts = membership, loop, mesh, LinkProbe(loop.clock), started, pytest.fail
+        parts = membership, loop, mesh, LinkProbe(loop.clock), Formation()
         return Starting(config, Settings(), *parts)
 
     def at(self, time: float, callback: Callable[[], None]) -> None:

@@ -37,6 +37,13 @@ class Clock:
         return seconds
 
 
+class Told(list[str]):
+    """A formation: the sentences why it has not started."""
+
+    def start_failed(self, error: str) -> None:
+        self.append(error)
+
+
 class Peers:
     """Stands in for the mesh."""
 
@@ -48,26 +55,26 @@ class Peers:
 
 
 @pytest.fixture
-def told() -> list[str]:
-    return []
+def told() -> Told:
+    return Told()
 
 
-def begin(node: int, told: list[str], joined: tuple[int, ...], *unreached: int) -> tuple[Clock, Membership]:
+def begin(node: int, told: Told, joined: tuple[int, ...], *unreached: int) -> tuple[Clock, Membership]:
     membership, clock = Membership(TOPOLOGY, node), Clock()
     membership.joined.update(joined)
-    parts: list[Any] = [clock, Peers(*unreached), None, lambda *start: None, told.append]
+    parts: list[Any] = [clock, Peers(*unreached), None, told]
     config = DaemonConfig("test", node, TOPOLOGY)
     Starting(config, cast(Any, Settings(start_timeout=30.0)), membership, *parts).begin()
     return clock, membership
 
 
-def test_a_node_whose_own_worker_is_missing_says_so_at_once(told: list[str]) -> None:
+def test_a_node_whose_own_worker_is_missing_says_so_at_once(told: Told) -> None:
     clock, _ = begin(1, told, ())
     assert clock.ring() == 30
     assert told == ["the job did not come up within 30 s: rank 1 (host b) did not connect to the daemon" + WHAT_TO_DO]
 
 
-def test_the_coordinator_says_who_is_late_once_that_node_could(told: list[str]) -> None:
+def test_the_coordinator_says_who_is_late_once_that_node_could(told: Told) -> None:
     clock, membership = begin(0, told, (0, 2))
     membership.nodes_up[0] = 0
     assert clock.ring() == 30
@@ -76,7 +83,7 @@ def test_the_coordinator_says_who_is_late_once_that_node_could(told: list[str]) 
     assert told == ["the job did not come up within 30 s: node 1 did not come up: rank 1 (host b)" + WHAT_TO_DO]
 
 
-def test_a_node_that_only_waits_lets_the_coordinator_speak_first(told: list[str]) -> None:
+def test_a_node_that_only_waits_lets_the_coordinator_speak_first(told: Told) -> None:
     clock, _ = begin(1, told, (1,))
     assert clock.ring() == 30
     assert told == [], "the coordinator knows who is late"
@@ -86,7 +93,7 @@ def test_a_node_that_only_waits_lets_the_coordinator_speak_first(told: list[str]
     ]
 
 
-def test_a_node_that_reaches_no_other_says_so_at_once(told: list[str]) -> None:
+def test_a_node_that_reaches_no_other_says_so_at_once(told: Told) -> None:
     clock, _ = begin(1, told, (1,), 0)
     clock.ring()
     assert told == [

@@ -24,6 +24,16 @@ pytestmark = pytest.mark.multiprocess  # for the descriptors
 TIMEOUT_S = 60.0
 
 
+class Way:
+    """The way of one node to the others: `send` gets the other node and the message."""
+
+    def __init__(self, send: Callable[[int, wire.PeerMessage], None]) -> None:
+        self._send = send
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        self._send(node, message)
+
+
 class Nodes:
     """Two nodes in one loop, and a server on the first one. Messages go from one to the other in order.
 
@@ -34,7 +44,7 @@ class Nodes:
         self.loop = EventLoop()
         self.said: list[tuple[int, wire.PeerMessage]] = []
         self._queue: deque[Callable[[], None]] = deque()
-        self.nodes = [RelayedPorts(self.loop, node, self._sender(node)) for node in range(2)]
+        self.nodes = [RelayedPorts(self.loop, node, Way(self._sender(node))) for node in range(2)]
         self.server = socket.create_server(("127.0.0.1", 0))
         self._threads: list[threading.Thread] = []
         self._serve = serve
@@ -248,7 +258,7 @@ class _Full:
 
 def test_a_connection_without_a_descriptor_waits_and_the_loop_does_not_spin() -> None:
     loop = EventLoop()
-    ports = RelayedPorts(loop, 1, lambda node, message: None)
+    ports = RelayedPorts(loop, 1, Way(lambda node, message: None))
     here, there = socket.socketpair()
     with here, there:
         there.send(b"x")  # it stays readable
@@ -263,7 +273,7 @@ def test_a_connection_without_a_descriptor_waits_and_the_loop_does_not_spin() ->
 
 def test_a_relay_for_which_there_is_no_descriptor_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, said = EventLoop(), []
-    ports = RelayedPorts(loop, 0, lambda node, message: said.append((node, message)))
+    ports = RelayedPorts(loop, 0, Way(lambda node, message: said.append((node, message))))
     ports.port_for(0, 4321)
 
     def full() -> socket.socket:

@@ -12,7 +12,7 @@ from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import DaemonConfig
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import NOBODY, Kind
-from fusiond.app.ending import Ending
+from fusiond.app.job_end import JobEnd
 from fusiond.membership.epoch import Membership
 
 ONE = Topology(("a",), ((0, 1),))
@@ -21,7 +21,7 @@ THREE = Topology(("a", "b", "c"), ((0,), (1,), (2,)))
 
 
 class World:
-    """Node 0's loop, mesh, engine, workers and `DaemonEffects` in one, as far as an `Ending` uses them."""
+    """Node 0's loop, mesh, engine, workers and `DaemonEffects` in one, as far as a `JobEnd` uses them."""
 
     def __init__(self, topology: Topology = ONE, attached: bool = True, tolerate: bool = False) -> None:
         self.participants = self
@@ -42,23 +42,13 @@ class World:
         self.membership.started = True
         self.membership.joined.update(topology.ranks[0])
         world: Any = self
-        config = DaemonConfig("test", 0, topology, attached=attached)
-        settings = Settings(tolerate_losses=tolerate)
-        mesh = world if len(topology.hosts) > 1 else None
+        self.config = DaemonConfig("test", 0, topology, attached=attached)
+        self.settings = Settings(tolerate_losses=tolerate)
+        self.number, self.absent = 0, ()
+        self.engine = self.loop = self.trace = world
+        self.mesh = world if len(topology.hosts) > 1 else None
         self.epochs = 0
-        self.ending = Ending(
-            config,
-            settings,
-            self.membership,
-            world,
-            mesh,
-            world,
-            self.links,
-            lambda: world,
-            self.begin_epoch,
-            failed=self.failed,
-            trace=world,
-        )
+        self.ending = JobEnd(world, world, self.membership, world, self.links)
 
     def failed(self, reason: str) -> None:
         self.told_before = [*self.told, reason]
@@ -93,7 +83,7 @@ class World:
     def depart(self, ranks: tuple[int, ...]) -> None:
         self.departed.update(ranks)
 
-    def begin_epoch(self) -> None:
+    def next_epoch(self) -> None:
         self.epochs += 1
 
     def fail_job(self, error: str) -> None:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from fusion_rt import wire
 from fusion_rt.core.traceback_format import in_short
 from fusion_rt.host import bootstrap
-from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
-from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.app.daemon_effects import DaemonEffects
+from fusiond.app.daemon_parts import DaemonParts
 from fusiond.membership.epoch import Membership
 from fusiond.membership.failures import Losses
-from fusiond.transport.mesh import Mesh
 
 if TYPE_CHECKING:
     from fusiond.engine.engine import Engine
-    from fusiond.host.loop import EventLoop
     from fusiond.workers.connections import WorkerLink
 
 _log = logging.getLogger("fusiond")
@@ -29,18 +26,34 @@ _FREED = 0.2  # seconds after a failure in which what kernels and connections st
 _LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when nobody ends the daemon before
 
 
-class Ending:
+class Ended(Protocol):
+    """The formation whose end this is.
+
+    Attributes:
+        config, number, absent: this node's place, the number of the formation, and the nodes that take no part.
+        engine: of this membership epoch.
+    """
+
+    config: bootstrap.DaemonConfig
+    number: int
+    absent: Collection[int]
+    engine: Engine
+
+    def next_epoch(self) -> None:
+        """Begins the next membership epoch, which awaits no worker of this node."""
+
+    def failed(self, reason: str) -> None:
+        """The job cannot go on, or in an elastic one this formation. Called once."""
+
+
+class JobEnd:
     """The `JobControl` of one daemon: decides what goes on after a loss, and when all is over.
 
     Args:
-        config, settings: this node's place; whether losses are tolerated.
+        formation: owns it.
+        parts: the rest of the daemon.
+        membership: the workers that have come here.
         links: the connections of the local workers, by rank.
-        engine: gives the one of this membership epoch.
-        begin_epoch: begins the next one.
-        absent: nodes that take no part.
-        number: of the formation.
-        failed: called once with the reason when the job, or in an elastic one this formation, cannot go on.
-        trace: records who is gone.
 
     Attributes:
         losses: handles lost nodes and workers.
@@ -50,37 +63,26 @@ class Ending:
 
     def __init__(
         self,
-        config: bootstrap.DaemonConfig,
-        settings: Settings,
+        formation: Ended,
+        parts: DaemonParts,
         membership: Membership,
-        loop: EventLoop,
-        mesh: Mesh | None,
         effects: DaemonEffects,
         links: Mapping[int, WorkerLink],
-        engine: Callable[[], Engine],
-        begin_epoch: Callable[[], None],
-        absent: Collection[int] = (),
-        number: int = 0,
-        failed: Callable[[str], None] = lambda reason: None,
-        trace: Instrument = NULL,
     ) -> None:
-        self.losses = Losses(config.topology, config.node, settings.tolerate_losses, membership, effects, self, absent)
+        config, self._tolerates = formation.config, parts.settings.tolerate_losses
+        self.losses = Losses(config.topology, config.node, self._tolerates, membership, effects, self, formation.absent)
         self.failure = ""
         self.exit_code = 0
+        self._formation = formation
         self._config = config
         self._host = config.topology.hosts[config.node]
-        self._tolerates = settings.tolerate_losses
         self._membership = membership
-        self._loop = loop
-        self._mesh = mesh
+        self._loop = parts.loop
+        self._mesh = parts.mesh
+        self._trace = parts.trace
         self._effects = effects
         self._links = links
-        self._engine = engine
-        self._begin_epoch = begin_epoch
-        self._number = number
-        self._failed = failed
-        self._trace = trace
-        self._stopped = False  # somebody has asked for the end
+        self._stopped = False  # the end has been asked for
         self._is_ended = False  # the starter ends the workers
         self._ended: set[int] = set()  # peers that have ended because their workers were done
 
@@ -99,7 +101,7 @@ class Ending:
 
     def worker_departed(self, rank: int) -> None:
         """Removes a local rank that has left; tells all nodes, each when it has received what is on its way to it."""
-        self._engine().depart([rank])
+        self._formation.engine.depart([rank])
         if self._mesh is not None:
             for node in self._others():
                 self._mesh.send_last(node, wire.Departed((rank,)))
@@ -125,7 +127,7 @@ class Ending:
             self.losses.peer_lost(node, why)
 
     def _has_left(self, node: int) -> bool:
-        return self._engine().participants.departed.issuperset(self._config.topology.ranks[node])
+        return self._formation.engine.participants.departed.issuperset(self._config.topology.ranks[node])
 
     def starter_gone(self) -> None:
         """Ends this daemon, since the process that attended it is gone."""
@@ -157,12 +159,12 @@ class Ending:
 
     def gone(self) -> frozenset[int]:
         """Returns the nodes that are gone, and need not be asked."""
-        return frozenset(self._ended | self._engine().participants.lost_nodes)
+        return frozenset(self._ended | self._formation.engine.participants.lost_nodes)
 
     # --- JobControl ---------------------------------------------------------------------------------------------------
 
     def current_engine(self) -> Engine:
-        return self._engine()
+        return self._formation.engine
 
     def is_over(self) -> bool:
         """Returns whether nothing is left to be done for anybody here. Where losses are tolerated, those of others
@@ -172,7 +174,7 @@ class Ending:
     def peers_gone(self, nodes: Sequence[int], why: str) -> None:
         for node in nodes:
             self._ended.add(node)
-            self._engine().depart(self._config.topology.ranks[node])
+            self._formation.engine.depart(self._config.topology.ranks[node])
             if self._mesh is not None and node != self._config.node:
                 self._mesh.lose(node, why)
         self.check_over()
@@ -182,7 +184,7 @@ class Ending:
         self._mesh.lose(node, why)
 
     def begin_epoch(self) -> None:
-        self._begin_epoch()
+        self._formation.next_epoch()
 
     # --- what ends ----------------------------------------------------------------------------------------------------
 
@@ -197,19 +199,21 @@ class Ending:
         self.losses.views.end()
         is_news = tell_peers and not self._is_ended  # an error is logged where it happened
         _log.log(logging.ERROR if is_news else logging.INFO, "%s", in_short(error))  # the worker has printed the rest
-        self._engine().fail_job(error)
-        self._failed(error)  # before workers ask for the next epoch: whom this node has lost is not to be in that
+        self._formation.engine.fail_job(error)
+        self._formation.failed(
+            error
+        )  # before workers ask for the next epoch: whom this node has lost is not to be in that
         self._loop.call_later(_FREED, _free_memory)
         if tell_peers:  # before workers, who may reuse memory then of which chunks are under way
             self._tell_peers(wire.Abort(error))
-        self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory
+        self._formation.engine.when_quiet(self.tell_workers)  # threads may still write into their memory
         if not self._config.attached:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 
     def tell_workers(self) -> None:
         """Tells the workers of this node why the job cannot go on."""
         for link in self._links.values():
-            self._effects.workers.send(link, wire.JobFailed(self.failure, self._number))
+            self._effects.workers.send(link, wire.JobFailed(self.failure, self._formation.number))
 
     def check_over(self) -> None:
         """Ends an unattended daemon with the job's last worker, and an attended one when it is told to."""
@@ -219,7 +223,7 @@ class Ending:
 
     @property
     def _everyone_departed(self) -> bool:
-        return len(self._engine().participants.departed) == self._config.topology.size
+        return len(self._formation.engine.participants.departed) == self._config.topology.size
 
     @property
     def _may_return(self) -> bool:
