@@ -3,7 +3,7 @@
 No I/O. A rank's program says when it computes, hands a bucket to its daemon, and waits for one. A bucket is ready when
 the last rank has handed it over. It then takes the time of the daemon's work, after the work for the buckets before it;
 then the link, for latency and bytes, after the buckets before it; and latencies, for which nothing else has to wait
-(`Channel`). So a step is as long as its busiest part, and what cannot overlap with it.
+(`Pipeline`). So a step is as long as its busiest part, and what cannot overlap with it.
 
 The costs of an all-reduce are those of `core.cost` (Thakur et al., 2005). At shards, a home gets the contributions of
 all other nodes' ranks and answers each of them; in a mixing graph, a rank sends to its neighbours.
@@ -83,7 +83,7 @@ class Network:
     ring: CostModel | None = None
 
 
-class Channel:
+class Pipeline:
     """A node's daemon and link, which carry one bucket after the other."""
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class Channel:
 
 def in_turn(ready: Iterable[float], costs: Sequence[BucketCost]) -> float:
     """Returns when the last of some buckets is back, at least 0."""
-    channel = Channel()
-    return max((channel.carry(*each) for each in zip(ready, costs, strict=True)), default=0.0)
+    pipeline = Pipeline()
+    return max((pipeline.carry(*each) for each in zip(ready, costs, strict=True)), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class _Walk:
         self, ranks: Sequence[_Rank], costs: Sequence[BucketCost], members: dict[int, set[int]], together: bool
     ) -> None:
         self._ranks, self._costs, self._members, self._together = ranks, costs, members, together
-        self._channels = [Channel() for _ in (ranks[:1] if together else ranks)]
+        self._pipelines = [Pipeline() for _ in (ranks[:1] if together else ranks)]
         self._handed: dict[tuple[int, int], dict[int, float]] = {}  # by bucket and its number: when, by rank
         self._back: dict[tuple[int, int, int], float] = {}  # by rank (0: of all), bucket and number
 
@@ -263,7 +263,7 @@ class _Walk:
         if not ready:  # the recording lacks a part of it
             ready = [min((max(its.values()), key) for key, its in self._handed.items())[1]]
         for time, bucket, number in sorted((max(self._handed.pop(key).values()), *key) for key in ready):
-            self._back[0, bucket, number] = self._channels[0].carry(time, self._costs[bucket])
+            self._back[0, bucket, number] = self._pipelines[0].carry(time, self._costs[bucket])
         return True
 
     def _act(self, number: int, rank: _Rank, action: Action | None) -> bool:
@@ -295,6 +295,6 @@ class _Walk:
         if self._together:
             self._handed.setdefault((bucket, rank.counts[bucket]), {})[number] = rank.now
         else:
-            self._back[number, bucket, rank.counts[bucket]] = self._channels[number].carry(
+            self._back[number, bucket, rank.counts[bucket]] = self._pipelines[number].carry(
                 rank.now, self._costs[bucket]
             )

@@ -16,8 +16,8 @@ from fusion_rt.c10d.submission import Submission
 from fusion_rt.client.channel import Channel
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.reader import read
 from fusion_rt.tracing.recorder import NULL, Recorder
-from fusion_trace.read.ring_reader import read
 from tests.c10d.script import START, backward, process_group
 from tests.harness import Job, on_ranks
 

@@ -28,8 +28,8 @@ from fusion_rt.tracing.format import (
     Kind,
     Role,
 )
+from fusion_rt.tracing.reader import RECORD_DTYPE, Ring
 from fusion_trace.read.job import JobTrace, join
-from fusion_trace.read.ring_reader import RECORD_DTYPE, Ring
 
 US, MS, S = 10**3, 10**6, 10**9
 START = 5_000 * S

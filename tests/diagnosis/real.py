@@ -20,9 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.netlab import Netlab
+from fusion_rt.tracing.reader import read_header
 from fusion_trace.analyse import diff, endings, stragglers
 from fusion_trace.read import job as jobs
-from fusion_trace.read.ring_reader import read_header
 from fusion_trace.report import stragglers_page
 
 ROOT = Path(__file__).resolve().parents[2]

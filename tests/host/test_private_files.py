@@ -14,7 +14,7 @@ from fusion_rt.host.private_files import open_private, open_private_directory, r
 from fusion_rt.runner.launch.worker_output import WorkerOutput
 from fusion_rt.torch.autotune.measured import Log
 from fusion_trace.export.output_file import opened
-from fusiond.timeline.array_file import ArrayFile
+from fusiond.timeline.writer_process import ArrayFile
 
 NOBODY = 65534
 SECRET = "0123456789abcdef" * 2

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.settings import Settings
-from fusion_rt.tracing import files
+from fusion_rt.tracing import files, reader
 from fusion_rt.tracing.format import COMMAND_NBYTES, HEADER_NBYTES, NAMES_NBYTES, NOBODY, RECORD, Flush, Kind, Role
 from fusion_rt.tracing.recorder import NULL, Owner, Recorder, open_recorder
-from fusion_trace.read import ring_reader
 
 OWNER = Owner("job", Role.WORKER, 3, 1, 2)
 
@@ -44,7 +43,7 @@ def test_what_is_recorded_is_read_while_it_is_written(recorder: Recorder) -> Non
     recorder.record(Kind.SUBMITTED, "bucket 3", 4096, 17, 2, Flush.FULL)
     recorder.record(Kind.SENT, "bucket 3", 100, 1 << 40, 2, 5, peer=1)
     recorder.record(Kind.CLOCK, value=-12, extra=9, peer=1)
-    ring = ring_reader.read(recorder.path)
+    ring = reader.read(recorder.path)
     assert (ring.role, ring.rank, ring.node, ring.nodes, ring.job) == (Role.WORKER, 3, 1, 2, "job")
     assert ring.pid == os.getpid()
     found = [
@@ -71,14 +70,14 @@ def test_the_command_line_is_recorded_as_far_as_there_is_room(tmp_path: Path, mo
     ):
         monkeypatch.setattr(sys, "orig_argv", arguments)
         made = Recorder(str(tmp_path / "rank-0.ring"), Owner("job", Role.WORKER, 0, 0, 1))
-        assert ring_reader.read_header(made.path).command == expected
+        assert reader.read_header(made.path).command == expected
         made.close()
 
 
 def test_the_oldest_are_overwritten_and_counted(recorder: Recorder) -> None:
     for number in range(2500):
         recorder.record(Kind.GRADIENT, f"weight {number % 7}", number)
-    ring = ring_reader.read(recorder.path)
+    ring = reader.read(recorder.path)
     assert ring.written == 2500
     assert 1500 <= ring.overwritten < 1600  # a reader leaves alone what may be overwritten while it reads
     assert list(ring.records["value"]) == list(range(ring.overwritten, 2500))
@@ -89,7 +88,7 @@ def test_a_number_that_has_no_place_is_cut_off_and_nothing_raises(recorder: Reco
     recorder.record(Kind.CLOCK, "x", -7, extra=-5)
     recorder.record(Kind.CLOCK, "x", 1 << 80, -1)
     recorder.record(Kind.CLOCK, "x", -(1 << 80))
-    ring = ring_reader.read(recorder.path)
+    ring = reader.read(recorder.path)
     first, second = ring.records  # the reader believes no time of nine years
     assert (first["value"], first["extra"], first["peer"]) == (7, (1 << 32) - 1, NOBODY)
     assert (second["value"], second["extra"]) == (-7, 0)
@@ -99,14 +98,12 @@ def test_a_number_that_has_no_place_is_cut_off_and_nothing_raises(recorder: Reco
 def test_names_are_bounded_and_those_without_room_are_counted(recorder: Recorder) -> None:
     for number in range(1100):
         recorder.record(Kind.GRADIENT, f"{number:05}" + "ü" * 2000)
-    ring = ring_reader.read(recorder.path)
+    ring = reader.read(recorder.path)
     assert ring.lost_names == 1100 - (len(ring.names) - 1)
     assert NAMES_NBYTES - 1100 < sum(2 + len(name.encode()) for name in ring.names[1:]) <= NAMES_NBYTES
     assert {int(r["name"]) for r in ring.records[-10:]} == {0}
     recorder.record(Kind.GRADIENT, "00500" + "ü" * 2000)
-    assert (
-        ring_reader.read(recorder.path).names[ring_reader.read(recorder.path).records[-1]["name"]].startswith("00500")
-    )
+    assert reader.read(recorder.path).names[reader.read(recorder.path).records[-1]["name"]].startswith("00500")
 
 
 def test_threads_record_side_by_side(recorder: Recorder) -> None:
@@ -119,7 +116,7 @@ def test_threads_record_side_by_side(recorder: Recorder) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    ring = ring_reader.read(recorder.path)
+    ring = reader.read(recorder.path)
     assert ring.written == 800
     for number in range(4):
         mine = [int(r["value"]) for r in ring.records if ring.names[r["name"]] == f"thread {number}"]
@@ -151,7 +148,7 @@ def test_one_hour_at_a_hundred_steps_a_second_is_bounded(tmp_path: Path) -> None
         assert status.st_size <= limit
         assert status.st_blocks * 512 <= limit + 65536
         assert _resident() - resident < 4 << 20
-        ring = ring_reader.read(recorder.path)
+        ring = reader.read(recorder.path)
         assert ring.written == 900_000
         assert ring.records["clock"][-1] == 5999
     finally:
@@ -180,7 +177,7 @@ def test_a_full_disk_ends_the_growth_and_not_the_process(tmp_path: Path, monkeyp
     try:
         for number in range(50_000):
             recorder.record(Kind.GRADIENT, "w", number)
-        ring = ring_reader.read(recorder.path)
+        ring = reader.read(recorder.path)
         kept = len(ring.records)
         assert 16_384 <= kept <= 40_000  # as many as there was room for
         assert list(ring.records["value"]) == list(range(50_000 - kept, 50_000))
@@ -197,7 +194,7 @@ def test_a_closed_recorder_records_nothing_and_leaves_no_descriptor(tmp_path: Pa
     recorder.close()
     recorder.record(Kind.GRADIENT, "w")
     kept(Kind.GRADIENT, "w")  # of a thread that was about to
-    assert ring_reader.read(recorder.path).written == 1
+    assert reader.read(recorder.path).written == 1
     assert set(os.listdir("/proc/self/fd")) == before
     assert recorder.path not in Path("/proc/self/maps").read_text()
 
@@ -209,7 +206,7 @@ def test_a_forked_child_records_nothing(recorder: Recorder) -> None:
         recorder.record(Kind.GRADIENT, "child")
         os._exit(0)
     os.waitpid(child, 0)
-    assert ring_reader.read(recorder.path).written == 1
+    assert reader.read(recorder.path).written == 1
 
 
 WRITER = """
@@ -232,7 +229,7 @@ def test_after_a_sigkill_every_record_is_there(tmp_path: Path) -> None:
         writer.stdout.readline()
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-    ring = ring_reader.read(str(path))
+    ring = reader.read(str(path))
     assert ring.written > 1000
     assert len(ring.records) >= min(ring.written, 26_000)
     values = [int(value) for value in ring.records["value"]]
@@ -266,7 +263,7 @@ def test_a_link_at_the_place_of_a_ring_is_replaced_and_not_followed(tmp_path: Pa
     (tmp_path / "rank-3.ring").symlink_to(tmp_path / "precious")
     ring_at(tmp_path).close()
     assert (tmp_path / "precious").read_text() == "precious"
-    assert ring_reader.read(str(tmp_path / "rank-3.ring")).rank == 3
+    assert reader.read(str(tmp_path / "rank-3.ring")).rank == 3
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
@@ -325,6 +322,6 @@ def test_a_ring_that_is_removed_before_it_is_locked_is_made_again(
     monkeypatch.setattr(fcntl, "flock", flock)
     recorder = ring_at(directory)
     recorder.record(Kind.GRADIENT, "w", 1)
-    assert ring_reader.read(recorder.path).written == 1
+    assert reader.read(recorder.path).written == 1
     assert os.listdir(directory) == ["rank-3.ring"]
     recorder.close()

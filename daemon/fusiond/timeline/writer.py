@@ -25,8 +25,8 @@ from typing import TypeAlias
 import msgspec
 
 from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.reader import Event, Gap
 from fusiond.core.tracing import PUSH_PULL
-from fusiond.timeline.ring_follower import Event, Gap
 
 _MAX_EARLY = 1024  # operations of which only other nodes have said anything
 _ACTIVITIES = ("QUEUE", "SHM_", "WAIT_FOR_DATA", "ZMQ_")  # in order; after _ comes the OP

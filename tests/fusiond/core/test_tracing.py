@@ -14,16 +14,16 @@ import pytest
 from benchmarks.netlab import Netlab, preflight
 from fusion_rt import wire
 from fusion_rt.client import Client
+from fusion_rt.tracing import reader
 from fusion_rt.tracing.format import Kind
-from fusion_trace.read import ring_reader
-from fusion_trace.read.ring_reader import Ring
+from fusion_rt.tracing.reader import Ring
 from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons
 
 UNAVAILABLE = preflight() or (None if shutil.which("unshare") else "there is no unshare")
 
 
 def ring_of(directory: Path, name: str) -> Ring:
-    return ring_reader.read(f"{directory}-traces/{JOB}/{name}.ring")
+    return reader.read(f"{directory}-traces/{JOB}/{name}.ring")
 
 
 def kinds_of(ring: Ring, name: str) -> list[Kind]:
@@ -80,12 +80,12 @@ def test_after_a_sigkill_in_the_middle_of_an_operation_the_ring_says_so(
     clients[0].submit("halfway", signature, inline=bytes(8))
     path = f"{runtime_dir}-traces/{JOB}/node-0.ring"
     deadline = time.monotonic() + TIMEOUT_S
-    while kinds_of(ring_reader.read(path), "halfway") != [Kind.READY]:
+    while kinds_of(reader.read(path), "halfway") != [Kind.READY]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     job.processes[0].kill()
     job.processes[0].wait()
-    ring = ring_reader.read(path)
+    ring = reader.read(path)
     assert not ring.problems
     assert kinds_of(ring, "halfway") == [Kind.READY]
     assert kinds_of(ring, "before")[-1] == Kind.ANSWERED
@@ -117,11 +117,11 @@ def test_skewed_clocks_of_four_hosts_are_found_within_half_a_round_trip(runtime_
             job.start()
             deadline = time.monotonic() + TIMEOUT_S
             paths = [f"{runtime_dir}-traces/{JOB}/node-{node}.ring" for node in range(4)]
-            while min(np.sum(ring_reader.read(path).records["kind"] == Kind.CLOCK) for path in paths) < 8:
+            while min(np.sum(reader.read(path).records["kind"] == Kind.CLOCK) for path in paths) < 8:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             for node, path in enumerate(paths):
-                records = ring_reader.read(path).records
+                records = reader.read(path).records
                 for peer in {0, 1, 2, 3} - {node}:
                     mine = records[(records["kind"] == Kind.CLOCK) & (records["peer"] == peer)]
                     best = mine[np.argmin(mine["extra"])]

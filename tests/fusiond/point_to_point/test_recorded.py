@@ -9,8 +9,8 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.tracing.format import NOBODY, Kind
+from fusion_rt.tracing.reader import Event
 from fusiond.engine.engine import Engine
-from fusiond.timeline.ring_follower import Event
 from fusiond.timeline.writer import Order, TimelineWriter
 from tests.fusiond.point_to_point.mail import Mail
 

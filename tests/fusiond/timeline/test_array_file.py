@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusiond.timeline.array_file import ArrayFile
+from fusiond.timeline.writer_process import ArrayFile
 
 
 def test_after_every_append_the_file_is_an_array(tmp_path: Path) -> None:

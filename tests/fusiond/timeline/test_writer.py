@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt.tracing.format import NOBODY, Kind
-from fusiond.timeline.ring_follower import Event, Gap
+from fusion_rt.tracing.reader import Event, Gap
 from fusiond.timeline.writer import Order, TimelineWriter
 from tests.for_each import for_each
 

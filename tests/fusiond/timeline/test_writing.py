@@ -18,13 +18,12 @@ from fusion_rt import wire
 from fusion_rt.core.topology import Topology
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
-from fusion_rt.tracing import files
+from fusion_rt.tracing import files, reader
 from fusion_rt.tracing.format import Kind
-from fusion_trace.read import ring_reader
+from fusion_rt.tracing.reader import Event
 from fusiond.core.tracing import Trace, record_plan
 from fusiond.host.loop import EventLoop
 from fusiond.timeline.controller import TimelineController
-from fusiond.timeline.ring_follower import Event
 from fusiond.timeline.writer import Order, TimelineWriter
 from fusiond.timeline.writer_process import TimelineFile
 
@@ -162,7 +161,7 @@ def test_a_timeline_has_what_is_recorded_while_there_is_one(recorded: Recorded, 
     ends = [line["args"] for line in json.loads(Path(path).read_bytes()) if line["ph"] == "E" and "args" in line]
     x, w = ({"dtype": "float32", "shape": shape} for shape in ("[2]", "[2, 3]"))
     assert ends == [x, w, x]
-    ring = ring_reader.read(os.path.join(files.directory_of(recorded.settings.trace_root(), "job"), "node-0.ring"))
+    ring = reader.read(os.path.join(files.directory_of(recorded.settings.trace_root(), "job"), "node-0.ring"))
     assert not ring.problems
     told = ring.records[ring.records["kind"] == Kind.TENSOR]
     assert [(ring.names[row["name"]], ring.names[row["clock"]]) for row in told] == [("x", "ADASUM float32 [2]")]

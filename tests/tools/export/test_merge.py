@@ -21,13 +21,13 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 from typer.testing import CliRunner
 
 from fusion_rt.tracing.format import Kind, Role
+from fusion_rt.tracing.reader import TraceError
 from fusion_trace.cli import app
 from fusion_trace.export import chrome, torch_profiles
 from fusion_trace.export.picture import draw
 from fusion_trace.export.slices import Texts, lanes, slices
 from fusion_trace.read import job as jobs
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.ring_reader import TraceError
 from tests.tools.synthetic import MS, START, WALL, Job, S, Truth, simulate
 
 JOB = Job(nodes=2, ranks_per_node=2, steps=4, skews={1: 700 * MS}, seed=3)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from fusion_rt.tracing.format import Kind, Role
+from fusion_rt.tracing.reader import RECORD_DTYPE
 from fusion_trace.read import chunk_columns
 from fusion_trace.read.chunk_columns import ChunkColumns
 from fusion_trace.read.chunks import OF_LINKS, Chunk, Row, of_link
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.operations import operations
-from fusion_trace.read.ring_reader import RECORD_DTYPE
 
 NODES = 3
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.tracing.format import HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITTEN_AT, Kind, Role
+from fusion_rt.tracing.reader import TraceError, read
 from fusion_trace.read import job as jobs
 from fusion_trace.read.collect import daemon_of, fetch
-from fusion_trace.read.ring_reader import TraceError, read
 from tests.tools.synthetic import MS, START, Job, Tape, simulate
 
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_rt.tracing.format import HEADER, Kind, Role
+from fusion_rt.tracing.reader import TraceError, read
 from fusion_trace.cli import app
-from fusion_trace.read.ring_reader import TraceError, read
 from tests.tools.synthetic import MS, START, Job, Tape, simulate
 
 HEADER_FIELDS = {  # their places and bytes

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fusion_rt.tracing.format import Kind, Role
+from fusion_rt.tracing.reader import TraceError
 from fusion_trace.read import job as jobs
-from fusion_trace.read.ring_reader import TraceError
 from tests.tools.synthetic import MS, START, US, Job, S, Tape, simulate
 
 

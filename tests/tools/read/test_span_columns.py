@@ -8,11 +8,11 @@ from itertools import chain, pairwise
 import numpy as np
 
 from fusion_rt.tracing.format import Kind, Role
+from fusion_rt.tracing.reader import RECORD_DTYPE
 from fusion_trace.analyse.overlap import PARTS, partitions
 from fusion_trace.analyse.summary import traffic
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import Operation, all_steps, operations
-from fusion_trace.read.ring_reader import RECORD_DTYPE
 from fusion_trace.read.span_columns import (
     Span,
     SpanSet,

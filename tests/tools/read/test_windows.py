@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, Role
+from fusion_rt.tracing.reader import read_header
 from fusion_trace.analyse import bucket_times, critical_path
 from fusion_trace.analyse.overlap import partitions
 from fusion_trace.read import job, progress, windows
 from fusion_trace.read.choice import ChoiceError, StepRange
-from fusion_trace.read.ring_reader import read_header
 from tests.diagnosis.generator import MS, Fault, Shape, write
 
 SHAPE = Shape(nodes=2, ranks_per_node=2, steps=40, loss=True, skews={1: 700 * MS}, seed=2)

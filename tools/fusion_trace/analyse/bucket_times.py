@@ -28,12 +28,12 @@ from functools import cached_property
 import numpy as np
 
 from fusion_rt.tracing.format import Flush, Kind
+from fusion_rt.tracing.reader import Records
 from fusion_trace.analyse.overlap import median, partitions, steps_of_operations
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex, RowsOfOperations
 from fusion_trace.read.operations import KERNELS, Operations, operations
-from fusion_trace.read.ring_reader import Records
 from fusion_trace.read.span_columns import covered_by_group
 
 PHASES = (

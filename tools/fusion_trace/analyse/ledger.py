@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.reader import Records
 from fusion_trace.analyse.columns_of_spans import Floats, Ints
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import SCRIPT
-from fusion_trace.read.ring_reader import Records
 from fusion_trace.read.span_columns import phase_columns, union_of
 
 SUBMIT, WAIT, END = 0, 1, 2

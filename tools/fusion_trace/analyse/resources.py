@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.reader import Records
 from fusion_trace.analyse.columns_of_spans import Carried, Floats, Ints, covered, distinct, paired, run
 from fusion_trace.analyse.ledger import Ledger, keys_of
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import KERNELS
-from fusion_trace.read.ring_reader import Records
 from fusion_trace.read.span_columns import matched, union_of
 
 PARTS_OF_DAEMON = ("hand-over", "start", "kernels", "taking", "answer")

@@ -123,7 +123,7 @@ def _export(trace: JobTrace, path: str, write: Callable[[], int], of: str, as_js
 
 
 def _written(path: str, write: Callable[[], int]) -> int:
-    from fusion_trace.read.ring_reader import TraceError
+    from fusion_rt.tracing.reader import TraceError
 
     try:
         return write()
@@ -212,9 +212,9 @@ def collect(
 
     Run it on any host of the job, as the user whose job it is. The job goes on meanwhile.
     """
+    from fusion_rt.tracing.reader import TraceError
     from fusion_trace.read import collect as collecting
     from fusion_trace.read.job import COLLECTED
-    from fusion_trace.read.ring_reader import TraceError
 
     daemon = collecting.daemon_of(Settings.from_env().runtime_root(), job)
     directory = out or f"{daemon.job}{COLLECTED}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import IO, Any
 
+from fusion_rt.tracing.reader import TraceError
 from fusion_trace.export.output_file import opened
 from fusion_trace.export.picture import Picture, Track
-from fusion_trace.read.ring_reader import TraceError
 
 _SEQUENCE = 1
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import Flush, Kind, Role
+from fusion_rt.tracing.reader import RECORD_DTYPE
 from fusion_trace.export.slices import Marks, Slices, Texts, lanes, slices, together
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import NEVER, Ints, RowsOfOperations
 from fusion_trace.read.operations import KERNELS, SCRIPT, operations, steps_of
-from fusion_trace.read.ring_reader import RECORD_DTYPE
 from fusion_trace.read.span_columns import pair_columns, phase_columns
 
 _MARKS = {

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from fusion_rt.tracing.reader import TraceError, read_header
 from fusion_trace.export.chrome import Event
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.ring_reader import TraceError, read_header
 
 MOST_BYTES = 1 << 30  # of a file, uncompressed
 _FIRST_TID = 1_000_000  # of threads of these traces, which keeps them apart from tracks

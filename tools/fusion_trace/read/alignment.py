@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind
-from fusion_trace.read.ring_reader import Records
+from fusion_rt.tracing.reader import Records
 
 _MOST_DRIFT = 1e-4  # seconds a second by which clocks may drift apart: twice what NTP takes clocks to be
 PIECE = 16 * 10**9  # ns between corners, at least

@@ -22,7 +22,7 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.host.private_files import replacing
 from fusion_rt.local.daemons import FoundDaemon, NoAnswer, ask, find
 from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT
-from fusion_trace.read.ring_reader import RECORD_DTYPE, RECORDS_AT, Header, Records, TraceError, header_of
+from fusion_rt.tracing.reader import RECORD_DTYPE, RECORDS_AT, Header, Records, TraceError, header_of
 
 MOST_NBYTES = 4 << 30  # of a ring
 _CAPACITY_AT = 16

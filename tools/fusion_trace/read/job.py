@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind, Role
+from fusion_rt.tracing.reader import Header, Records, Ring, TraceError, is_ring, read, read_header
 from fusion_trace.read import alignment
 from fusion_trace.read.alignment import Offset
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.progress import told
-from fusion_trace.read.ring_reader import Header, Records, Ring, TraceError, is_ring, read, read_header
 from fusion_trace.read.windows import windows
 
 _MOST_FILES = 16384  # below a directory
@@ -39,7 +39,7 @@ class Process:
     Attributes:
         role, rank, node, host, pid: who; the rank of a daemon is its node. `pid` is that of the last one, if several
             processes had this part one after the other.
-        records: of `ring_reader.RECORD_DTYPE`, by time; `time` on the job's axis, `name` in the job's table.
+        records: of `reader.RECORD_DTYPE`, by time; `time` on the job's axis, `name` in the job's table.
         written, overwritten: records, of which the latter are lost.
         paths: the files.
         machine: the same for all hosts of one machine; "": not recorded.

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.reader import Records
 from fusion_trace.read.chunks import OF_LINKS, Row
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.ring_reader import Records
 from fusion_trace.read.span_columns import matched
 
 Ints = NDArray[np.int64]

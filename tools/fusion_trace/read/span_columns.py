@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.reader import Records
 from fusion_trace.read.job import Process
-from fusion_trace.read.ring_reader import Records
 
 Ints = NDArray[np.int64]
 Times = NDArray[Any]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import Role
+from fusion_rt.tracing.reader import Header, Records, Window, ends_of_steps
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.progress import told
-from fusion_trace.read.ring_reader import Header, Records, Window, ends_of_steps
 
 AT_ONCE = 4 << 20  # of a job that are read if nobody has chosen steps: with what is made of them, a few 100 MB
 _FOREVER: Window = (-(1 << 62), 1 << 62)

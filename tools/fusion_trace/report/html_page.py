@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from fusion_trace.read.ring_reader import TraceError
+from fusion_rt.tracing.reader import TraceError
 from fusion_trace.report.sections import Section
 from fusion_trace.report.wording import Table
 

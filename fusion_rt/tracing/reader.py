@@ -1,4 +1,4 @@
-"""Reads a ring, the records of one process. The format is that of `fusion_rt.tracing.format`.
+"""Reads a ring, the records of one process, whole or as it is written. Its format is in `fusion_rt.tracing.format`.
 
 A ring may be written while it is read, its writer may have been killed in the middle of a record, and the file may be
 cut off or be no ring at all. What can be read is read; what could not be is said in `Ring.problems`.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,11 +173,13 @@ def read(path: str, window: Window | None = None) -> Ring:
             file.seek(0)
             names_nbytes = header_of(file.read(HEADER_NBYTES), path).names_nbytes
             file.seek(HEADER_NBYTES)
-            names = _names(file.read(NAMES_NBYTES), names_nbytes, path, problems)
+            names, found = _names(file.read(NAMES_NBYTES)[:names_nbytes])
+            if found != names_nbytes:
+                problems.append(f"{path}: its names end after {found} of {names_nbytes} bytes")
         except OSError as error:
             raise TraceError(f"{path} cannot be read: {error.strerror}") from None
-    if len(records) and int(records["name"].max()) >= len(names):
-        unknown = records["name"] >= len(names)
+    if len(records) and int(records["name"].max()) > len(names):
+        unknown = records["name"] > len(names)
         records["name"][unknown] = 0
         problems.append(f"{path}: the names of {int(unknown.sum())} records are not in the file")
     if header.lost_names:
@@ -184,7 +187,7 @@ def read(path: str, window: Window | None = None) -> Ring:
     return Ring(
         **vars(header),
         path=path,
-        names=tuple(names),
+        names=("", *names),
         records=records,
         overwritten=overwritten,
         problems=tuple(problems),
@@ -252,19 +255,16 @@ def shown(text: bytes) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in decoded)
 
 
-def _names(data: bytes, nbytes: int, path: str, problems: list[str]) -> list[str]:
-    names = [""]
-    end = min(nbytes, len(data))
-    at = 0
-    while at + 2 <= end:
-        length = int.from_bytes(data[at : at + 2], "little")
-        if at + 2 + length > end:
+def _names(data: bytes) -> tuple[list[str], int]:
+    """Returns the names in a part of the table of names, and the bytes that they take."""
+    names, at = [], 0
+    while at + 2 <= len(data):
+        end = at + 2 + int.from_bytes(data[at : at + 2], "little")
+        if end > len(data):
             break
-        names.append(shown(data[at + 2 : at + 2 + length]))
-        at += 2 + length
-    if at != nbytes:
-        problems.append(f"{path}: its names end after {at} of {nbytes} bytes")
-    return names
+        names.append(shown(data[at + 2 : end]))
+        at = end
+    return names, at
 
 
 def ends_of_steps(path: str) -> Records:
@@ -358,3 +358,126 @@ def _records(
     if (records["time"][1:] < records["time"][:-1]).any():
         records = records[np.argsort(records["time"], kind="stable")]
     return records, overwritten
+
+
+# --- as it is written -------------------------------------------------------------------------------------------------
+
+_MOST = 4096  # records that are read at a time
+_PAUSE = 10**9  # ns for which a thread may be kept from writing a record whose place it has taken
+_DESCRIBING = frozenset({Kind.PLAN, Kind.MEMBER, Kind.TENSOR})
+_OF_TIMELINES = _DESCRIBING | {
+    Kind.READY, Kind.RUN_BEGIN, Kind.REDUCE_BEGIN, Kind.REDUCE_END, Kind.SENT, Kind.RECEIVED, Kind.ANSWERED,
+    Kind.RUN_END, Kind.FAILED, Kind.TIMELINE,
+}  # fmt: skip
+
+
+class Event(NamedTuple):
+    """A record; see `trace_format.Kind`. `ns`: of the monotonic clock; `text`: the name whose number `clock` is."""
+
+    ns: int
+    kind: int
+    name: str
+    clock: int
+    plan: int
+    extra: int
+    peer: int
+    text: str = ""
+
+
+class Gap(NamedTuple):
+    """So many records were overwritten before they were read: things happen faster than this process goes on."""
+
+    ns: int
+    records: int
+
+
+class RingFollower:
+    """One reader of a ring that a process of this host writes, from the beginning to the end of a timeline.
+
+    A place in the ring may be taken by a thread that has not written its record yet, while those of other threads
+    behind it are there. What such a place holds is a round of the ring old, or nothing, so it is waited for; after
+    `_PAUSE` it is passed over. (A ring that goes round within that time may have its old record told twice then.)
+
+    Args:
+        fd: of the file; taken over.
+        first: number of a record before the one that begins the timeline.
+
+    Attributes:
+        next: number of the next record.
+        over: the record that ends the timeline has been read.
+    """
+
+    def __init__(self, fd: int, first: int) -> None:
+        self._fd = fd
+        self.next = first
+        self.over = False
+        self._names = [""]
+        self._names_nbytes = 0  # that these take
+        self._last = 0  # ns, of the newest record so far
+        self._begun = False
+        self._late = (-1, 0)  # a record that is waited for, and since when (ns)
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        os.close(self._fd)
+
+    @property
+    def written(self) -> int:
+        """The number of records so far; those of the last moment may not be there yet."""
+        return self._header().written
+
+    def read(self, until: int) -> Iterator[list[Event | Gap]]:
+        """Reads as far as the record `until` (excluded), one that is waited for, or the end of the timeline."""
+        while self.next < until and not self.over:
+            capacity = self._header().capacity
+            place = self.next % capacity
+            count = min(until - self.next, _MOST, capacity - place)
+            data = os.pread(self._fd, count * RECORD.size, RECORDS_AT + place * RECORD.size)
+            if self.written + WRITERS - capacity > self.next:  # what was read may be newer than it should be
+                skipped = self.written - capacity // 2 - self.next
+                self.next += skipped
+                self._begun = True
+                yield [Gap(self._last, skipped)]
+                continue
+            end = self.next + count
+            yield self._events(data)
+            if self.next < end:
+                return
+
+    def _events(self, data: bytes) -> list[Event | Gap]:
+        found: list[Event | Gap] = []
+        for ns, value, clock, name, plan, extra, kind, peer in RECORD.iter_unpack(data):
+            late = not ns or ns < self._last - _PAUSE
+            if late and self._may_still_come():
+                break
+            self.next += 1
+            self._last = max(self._last, ns)
+            if late or kind not in _OF_TIMELINES:
+                continue
+            if kind == Kind.TIMELINE:
+                self.over = self._begun and not value
+                self._begun = True
+                if self.over:
+                    break
+            elif self._begun:
+                text = self._name(clock) if kind in _DESCRIBING else ""
+                found.append(Event(ns, kind, self._name(name), clock, plan, extra, peer, text))
+        return found
+
+    def _may_still_come(self) -> bool:
+        """Tells whether the next record is to be waited for."""
+        now = time.monotonic_ns()
+        if self._late[0] != self.next:
+            self._late = self.next, now
+        return now - self._late[1] < _PAUSE
+
+    def _name(self, number: int) -> str:
+        if number >= len(self._names):
+            more = self._header().names_nbytes - self._names_nbytes
+            names, nbytes = _names(os.pread(self._fd, more, HEADER_NBYTES + self._names_nbytes))
+            self._names += names
+            self._names_nbytes += nbytes
+        return self._names[number] if number < len(self._names) else ""
+
+    def _header(self) -> Header:
+        return header_of(os.pread(self._fd, HEADER_NBYTES, 0), "the ring")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fusion_rt.tracing import reader
 from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITTEN_AT, Kind, Role
-from fusion_trace.read import ring_reader
-from fusion_trace.read.ring_reader import TraceError, read
+from fusion_rt.tracing.reader import TraceError, read
 from tests.tools.synthetic import MS, START, Tape
 
 
@@ -125,14 +125,14 @@ def test_a_ring_that_is_written_while_it_is_read_has_no_record_twice_and_none_of
     path = Path(tape(records=1000, capacity=128).write(tmp_path))
     later = tape(records=1050, capacity=128).encoded()
     headers = 0
-    parse = ring_reader.header_of
+    parse = reader.header_of
 
-    def header(data: bytes, where: str) -> ring_reader.Header:
+    def header(data: bytes, where: str) -> reader.Header:
         nonlocal headers
         headers += 1
         return parse(later[:HEADER_NBYTES] if headers == 2 else data, where)
 
-    monkeypatch.setattr(ring_reader, "header_of", header)
+    monkeypatch.setattr(reader, "header_of", header)
     ring = read(str(path))
     assert ring.records["clock"].tolist() == list(range(1000 - len(ring.records), 1000))
     assert 1000 - len(ring.records) >= 1050 - 128

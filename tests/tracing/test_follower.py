@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fusion_rt.tracing import reader
 from fusion_rt.tracing.format import HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT, Kind, Role
+from fusion_rt.tracing.reader import Event, Gap, RingFollower
 from fusion_rt.tracing.recorder import Owner, Recorder
-from fusiond.timeline import ring_follower
-from fusiond.timeline.ring_follower import Event, Gap, RingFollower
 
 S = 10**9
 CAPACITY = 1000
@@ -139,8 +139,8 @@ def test_a_record_that_is_never_written_is_passed_over(ring: Ring, monkeypatch: 
     ring.record("a")
     set_written(ring, 3)
     assert ring.names() == ["a"]
-    now = ring_follower.time.monotonic_ns()
-    monkeypatch.setattr(ring_follower.time, "monotonic_ns", lambda: now + 2 * S)
+    now = reader.time.monotonic_ns()
+    monkeypatch.setattr(reader.time, "monotonic_ns", lambda: now + 2 * S)
     assert ring.names() == []
     assert ring.follower.next == 3
 
