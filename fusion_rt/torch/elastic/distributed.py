@@ -34,7 +34,7 @@ from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Adasum, Sum
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.broadcasting import Item, OptimizerState, load_exactly
-from fusion_rt.torch.sync.carried import Arrays, Carried
+from fusion_rt.torch.sync.carried import Arrays, CarriedState
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.wrapped import Wrapped
 
@@ -52,7 +52,7 @@ class DistributedHandler(Saver):
 
     def __init__(self, value: Wrapped) -> None:
         self.value = value
-        self._pending: Carried | None = None  # restored or handed over, and not dealt yet
+        self._pending: CarriedState | None = None  # restored or handed over, and not dealt yet
         self._mirrored: dict[str, Arrays] = {}  # of another node's homes, as of the last commit
         self._mirrors = Settings.from_env().mirror_shards != "off"
         self.save()
@@ -146,16 +146,16 @@ class DistributedHandler(Saver):
             checkpoint.forget()
             return
         root, handed = holders[0], told[holders[0]][2]
-        common: Carried = broadcast_object(None if mine is None else _common(mine), root)
+        common: CarriedState = broadcast_object(None if mine is None else _common(mine), root)
         if not handed:
             homes = carried.united(allgather_object({} if mine is None else mine.homes))
             if self._mirrors and checkpoint.has_shards:
                 homes = mirrors.fill(homes, self._mirrored)
             common = replace(common, homes=homes)
-        own = Carried() if mine is None else mine
+        own = CarriedState() if mine is None else mine
         if handed:
             residuals, velocities = own.total if own.total is not None and runtime().rank == root else ({}, {})
-            own = Carried(residuals, velocities)
+            own = CarriedState(residuals, velocities)
         here = [rank for rank, (other, _, _) in enumerate(told) if other == node]
         loader = next((rank for rank in here if rank in holders), here[0])
         loads = runtime().rank == loader
@@ -183,16 +183,16 @@ class DistributedHandler(Saver):
         self.value._sync.when.drain()
 
 
-def _common(mine: Carried) -> Carried:
+def _common(mine: CarriedState) -> CarriedState:
     """Returns the common start of all nodes; of velocities it has the names only."""
     named = {name: np.zeros(0, np.float32) for name in mine.velocities}
     homes = {} if mine.total is None else mine.homes
-    return Carried(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, meant=mine.meant)
+    return CarriedState(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, meant=mine.meant)
 
 
-def _summed(checkpoint: Checkpoint, mine: Carried | None) -> Carried:
+def _summed(checkpoint: Checkpoint, mine: CarriedState | None) -> CarriedState:
     """Returns what this worker keeps, with the sums over all workers."""
-    kept = mine or Carried()
+    kept = mine or CarriedState()
     has = allgather_object((bool(kept.residuals), bool(kept.velocities)))
     sizes = checkpoint.sizes()
     total = tuple(
@@ -200,7 +200,7 @@ def _summed(checkpoint: Checkpoint, mine: Carried | None) -> Carried:
         for kind, arrays in enumerate((kept.residuals, kept.velocities))
     )
     first = next((rank for rank, flags in enumerate(allgather_object(mine is not None)) if flags), 0)
-    shared: Carried = broadcast_object(_common(replace(kept, total=None)), first)
+    shared: CarriedState = broadcast_object(_common(replace(kept, total=None)), first)
     homes = carried.united(allgather_object(kept.homes))
     return replace(
         kept, common=shared.common, buckets=shared.buckets, meant=shared.meant, homes=homes, total=(total[0], total[1])

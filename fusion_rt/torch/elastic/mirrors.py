@@ -25,7 +25,7 @@ def exchange(homes: Mapping[str, Arrays]) -> dict[str, Arrays]:
     """Sends what this node's homes have to the next node. An operation on all ranks, on two nodes or more.
 
     Args:
-        homes: see `Carried`; empty on all workers but the first of each node.
+        homes: see `CarriedState`; empty on all workers but the first of each node.
 
     Returns:
         What the homes on the node before have; on the first worker of a node.

@@ -34,7 +34,7 @@ _MAX_WHY = 4000  # characters
 _Answer = TypeVar("_Answer")
 
 
-class State(msgspec.Struct):
+class NodeState(msgspec.Struct):
     """State that the ranks of a node have agreed upon; lists are by position among them.
 
     Attributes:
@@ -55,7 +55,7 @@ class State(msgspec.Struct):
     gathered: list[int] = msgspec.field(default_factory=list)
 
     @classmethod
-    def of(cls, ranks: int) -> State:
+    def of(cls, ranks: int) -> NodeState:
         """Makes the state in which no rank has said anything."""
         return cls([""] * ranks, [-1] * ranks, [False] * ranks, gathered=[0] * ranks)
 
@@ -114,7 +114,7 @@ class State(msgspec.Struct):
         self.withdraw()
 
 
-class Ledger:
+class NodeLedger:
     """The state in a file that the ranks of a node share. Each change returns the state after it.
 
     Args:
@@ -130,49 +130,49 @@ class Ledger:
         self._fd = open_private(path, flags=os.O_RDWR)
 
     def enrol(self, offer: str, step: int) -> None:
-        """See `State`. The file has no name any more when all have it open."""
+        """See `NodeState`. The file has no name any more when all have it open."""
         with self._changing() as state:
             state.enrol(self._position, offer, step)
             if all(state.offers):
                 self._unlink()
 
     def decide(self, step: int) -> bool:
-        """See `State`."""
+        """See `NodeState`."""
         with self._changing() as state:
             return state.decide(self._position, step)
 
-    def withdraw(self) -> State:
-        """See `State`."""
+    def withdraw(self) -> NodeState:
+        """See `NodeState`."""
         with self._changing() as state:
             state.withdraw()
         return state
 
     def connect(self) -> None:
-        """See `State`."""
+        """See `NodeState`."""
         with self._changing() as state:
             state.connect(self._position)
 
     def gather(self) -> None:
-        """See `State`."""
+        """See `NodeState`."""
         with self._changing() as state:
             state.gather(self._position)
 
     def is_awaited(self) -> bool:
-        """See `State`."""
+        """See `NodeState`."""
         return self.read().is_awaited(self._position)
 
     def refuse(self) -> bool:
-        """See `State`. Returns whether all have connected nevertheless."""
+        """See `NodeState`. Returns whether all have connected nevertheless."""
         with self._changing() as state:
             state.refuse(self._position)
         return state.outcome() is True
 
     def give_up(self, why: str) -> None:
-        """See `State`."""
+        """See `NodeState`."""
         with self._changing() as state:
             state.give_up(why)
 
-    def read(self) -> State:
+    def read(self) -> NodeState:
         """Reads the present state."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
         try:
@@ -188,7 +188,7 @@ class Ledger:
             self._fd = -1
 
     @contextmanager
-    def _changing(self) -> Iterator[State]:
+    def _changing(self) -> Iterator[NodeState]:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             state = self._read()
@@ -198,11 +198,11 @@ class Ledger:
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def _read(self) -> State:
+    def _read(self) -> NodeState:
         data = os.pread(self._fd, _MAX, 0)
         if not data:
-            return State.of(self._ranks)
-        return msgspec.msgpack.decode(data[4 : 4 + int.from_bytes(data[:4], "little")], type=State)
+            return NodeState.of(self._ranks)
+        return msgspec.msgpack.decode(data[4 : 4 + int.from_bytes(data[:4], "little")], type=NodeState)
 
     def _unlink(self) -> None:
         with suppress(FileNotFoundError):

@@ -42,7 +42,7 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.device import Copying
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import DTYPE_NAMES
-from fusion_rt.torch.node.ledger import REFUSED, Ledger
+from fusion_rt.torch.node.ledger import REFUSED, NodeLedger
 
 if TYPE_CHECKING:
     from fusion_rt.torch.node.groups import Backend, Group, UnderWay
@@ -74,7 +74,7 @@ _TOGETHER = NodeWay(parts=False, gathers=True)
 
 
 @dataclass
-class Staging:
+class BucketStaging:
     """A bucket's elements on their device.
 
     Attributes:
@@ -99,7 +99,7 @@ class Staging:
 
 def stage(
     flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor, ranks: int = 1, way: NodeWay = _TOGETHER
-) -> Staging:
+) -> BucketStaging:
     """Makes the staging of a bucket, whose place in the arena is `flat` (1-D).
 
     Args:
@@ -125,7 +125,7 @@ def stage(
         result, result_part = device.layer.empty([elements], rounded), device.layer.empty([length], rounded)
     elif way.gathers:
         gaps = _gaps(values, [(offset, view.numel()) for view, offset in zip(views, offsets, strict=True)])
-    return Staging(flat.dtype, values, places(values), part, result, result_part, places(result), gaps)
+    return BucketStaging(flat.dtype, values, places(values), part, result, result_part, places(result), gaps)
 
 
 def _gaps(whole: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
@@ -243,8 +243,8 @@ class NodeReduction:
     # --- a bucket -----------------------------------------------------------------------------------------------------
 
     def staging(
-        self, before: Staging | None, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor
-    ) -> Staging:
+        self, before: BucketStaging | None, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor
+    ) -> BucketStaging:
         """Returns the memory for this rank's elements of a bucket, whose place in the arena is `flat` (1-D).
 
         Args:
@@ -264,7 +264,7 @@ class NodeReduction:
         """Returns by what the node's sum is smaller than it should be; see `codecs.averages`."""
         return averages.headroom(self._plan.reduction, dtype, len(self._ranks))
 
-    def fill_with_nothing(self, staging: Staging) -> None:
+    def fill_with_nothing(self, staging: BucketStaging) -> None:
         """Fills the staging with the neutral value, which changes no result."""
         value = _NEUTRAL[self._op]
         if not staging.values.is_floating_point() and self._op in ("min", "max"):
@@ -272,7 +272,7 @@ class NodeReduction:
             value = limits.max if self._op == "min" else limits.min
         staging.values.fill_(value)
 
-    def reduce(self, staging: Staging, follow: Callable[[torch.Tensor], Copying]) -> Combining:
+    def reduce(self, staging: BucketStaging, follow: Callable[[torch.Tensor], Copying]) -> Combining:
         """Starts combining what is staged on all ranks of the node.
 
         Args:
@@ -316,7 +316,7 @@ class NodeReduction:
         low, high = wire.part_of_node(flat.numel(), self._ranks.index(self._here.rank), len(self._ranks))
         return flat[low:high]
 
-    def gather(self, staging: Staging, flat: torch.Tensor) -> Gathering:
+    def gather(self, staging: BucketStaging, flat: torch.Tensor) -> NodeGathering:
         """Starts putting together what each rank of the node has of the result of a bucket, in its place in the arena.
 
         Raises:
@@ -331,11 +331,11 @@ class NodeReduction:
             raise self.cannot_gather(self._ledger.read().broken)
         whole, part = staging.result.view(torch.uint8), staging.result_part.view(torch.uint8)  # whatever the dtype
         try:
-            return Gathering(self, staging, self._group.all_gather(whole, part, first))
+            return NodeGathering(self, staging, self._group.all_gather(whole, part, first))
         except RuntimeError as error:
             raise self.cannot_gather(error) from error
 
-    def settle(self, staging: Staging) -> None:
+    def settle(self, staging: BucketStaging) -> None:
         """Lets what is queued on the current stream from now on read what has been gathered."""
         if self._group is not None:
             self._group.settle(staging.result)
@@ -397,10 +397,10 @@ class NodeReduction:
     def _step(self) -> int:
         return self._here.client.channel.clocks.next(self._plan.id, 0)
 
-    def _enrol(self) -> Ledger:
+    def _enrol(self) -> NodeLedger:
         self._joins = self._here.client.joins
         name = f"{self._here.client.welcome.epoch}-{self._plan.id}-{self._joins}"
-        ledger = Ledger(os.path.join(self._directory, name), len(self._ranks), self._ranks.index(self._here.rank))
+        ledger = NodeLedger(os.path.join(self._directory, name), len(self._ranks), self._ranks.index(self._here.rank))
         ledger.enrol(self._offer, self._step())
         return ledger
 
@@ -557,7 +557,7 @@ class Combining(Copying):
         self.why = self._node.watch()
 
 
-class Gathering:
+class NodeGathering:
     """Parts of a result on their way from the other ranks of the node.
 
     Args:
@@ -566,7 +566,7 @@ class Gathering:
         under_way: the operation.
     """
 
-    def __init__(self, node: NodeReduction, staging: Staging, under_way: UnderWay) -> None:
+    def __init__(self, node: NodeReduction, staging: BucketStaging, under_way: UnderWay) -> None:
         self._node, self._staging, self._under_way = node, staging, under_way
 
     def wait(self) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,7 +35,7 @@ _LEFT_BEHIND = ("aux/w_bak/", "aux/arrivals", "version", "done", "codec/", "answ
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedState:
     """State that one worker carries for its node.
 
     Attributes:
@@ -56,14 +57,14 @@ class Carried:
     total: tuple[Arrays, Arrays] | None = None
 
 
-def collect(state: Mapping[str, Array], plan: wire.Plan | None, meant: Meant | None = None) -> Carried:
+def collect(state: Mapping[str, Array], plan: wire.Plan | None, meant: Meant | None = None) -> CarriedState:
     """Takes apart what a node's daemon has saved of a plan.
 
     Args:
         plan: the active one; None if there was none yet.
-        meant: see `Carried`.
+        meant: see `CarriedState`.
     """
-    found = Carried(meant=meant or Meant())
+    found = CarriedState(meant=meant or Meant())
     homes: dict[int, Arrays] = {}
     for key, value in state.items():
         owner, _, rest = key.partition(":")
@@ -83,7 +84,7 @@ def collect(state: Mapping[str, Array], plan: wire.Plan | None, meant: Meant | N
     return found
 
 
-def _remember(found: Carried, name: str, value: Array) -> str:
+def _remember(found: CarriedState, name: str, value: Array) -> str:
     """Adds a residual or velocity. Returns its tensor's name; empty if it is something else."""
     kind, _, tensor = name.partition("/")
     memory = {"residual": found.residuals, "velocity": found.velocities}.get(kind)
@@ -114,7 +115,7 @@ def united(homes: Iterable[Mapping[str, Arrays]]) -> dict[str, Arrays]:
 # --- for the buckets of another plan ----------------------------------------------------------------------------------
 
 
-def codec_state(common: Carried, residuals: Arrays, velocities: Arrays, sizes: Mapping[str, int]) -> Arrays:
+def codec_state(common: CarriedState, residuals: Arrays, velocities: Arrays, sizes: Mapping[str, int]) -> Arrays:
     """Returns the state that a node's daemon loads for an all-reduce, with or without a plan.
 
     Args:
@@ -151,7 +152,7 @@ def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], val
 
     Args:
         ranks: how many take part.
-        homes: see `Carried`.
+        homes: see `CarriedState`.
         values: initial values of tensors without a home; 1-D, as they lie in the bucket.
     """
     known = {t.name: homes[t.name] for t in bucket.tensors if _fits(homes.get(t.name, {}), t)}
@@ -195,7 +196,7 @@ def _joined(bucket: wire.Bucket, entry: str, known: Mapping[str, Arrays]) -> Arr
     """Joins an algorithm's state of a bucket: element by element, or, if it is a number, the largest."""
     pieces = [(t, known[t.name][entry]) for t in bucket.tensors if entry in known.get(t.name, {})]
     if any(array.size != tensor.numel for tensor, array in pieces):
-        return max((array for _, array in pieces), key=lambda array: array.sum())
+        return max((array for _, array in pieces), key=np.sum)
     joined = np.zeros(bucket.numel, pieces[0][1].dtype)
     for tensor, array in pieces:
         joined[tensor.start : tensor.start + tensor.numel] = array
@@ -204,7 +205,7 @@ def _joined(bucket: wire.Bucket, entry: str, known: Mapping[str, Arrays]) -> Arr
 
 def _in_groups(bucket: wire.Bucket) -> list[wire.PlannedTensor]:
     """Returns the tensors of a bucket in the order in which its home's optimizer numbers them."""
-    return sorted(bucket.tensors, key=lambda tensor: tensor.group)
+    return sorted(bucket.tensors, key=attrgetter("group"))
 
 
 def _fits(piece: Mapping[str, Array], tensor: wire.PlannedTensor) -> bool:

@@ -23,7 +23,7 @@ from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync import carried
-from fusion_rt.torch.sync.carried import Carried
+from fusion_rt.torch.sync.carried import CarriedState
 from fusion_rt.torch.sync.gpu_selection import Selections
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Trained
@@ -75,7 +75,7 @@ class Checkpoint:
         self._at_shards = options.algorithm.at_shards
         self._is_global = options.process_set.process_set_id == GLOBAL_SET
         self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
-        self._arriving: tuple[Carried, Carried, bool] | None = None  # from another epoch or plan, until there is a plan
+        self._arriving: tuple[CarriedState, CarriedState, bool] | None = None  # until there is a plan
         self.units = Units(trained, options.reduction, options.process_set)
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
         self._begin_to_convert()
@@ -115,9 +115,9 @@ class Checkpoint:
         where = self._source.where()
         assert where is not None
         barrier(process_set=where.ranks)  # nobody posts to these homes any more
-        mine = self.carry() or Carried()
+        mine = self.carry() or CarriedState()
         homes = carried.united(allgather_object(mine.homes, process_set=where.ranks))
-        kept = Carried(homes=homes, meant=self.units.meant)
+        kept = CarriedState(homes=homes, meant=self.units.meant)
         self._arriving = kept, replace(mine, homes={}), where.is_first_of_node
 
     def begin_homes(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
@@ -138,7 +138,7 @@ class Checkpoint:
         first = where.here.client.process_sets[where.process_set].ranks[0]
         mine = {slot.name: _entries(slot, state.get(slot.parameter, {})) for slot in self._source.slots}
         homes = broadcast_object(mine, first, f"{where.group}.state", where.ranks)
-        self._arriving = Carried(homes=homes, meant=self.units.meant), Carried(), where.is_first_of_node
+        self._arriving = CarriedState(homes=homes, meant=self.units.meant), CarriedState(), where.is_first_of_node
 
     def planned(self, where: Where, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
         """Gives homes and senders of a new plan of these slots what was carried, before anything comes to them, and
@@ -299,7 +299,7 @@ class Checkpoint:
         """Elements of each tensor, by name."""
         return self._trained.sizes()
 
-    def carry(self) -> Carried | None:
+    def carry(self) -> CarriedState | None:
         """Returns this node's state to carry; None on all but one of its ranks, and where there is nothing.
 
         Raises:
@@ -314,13 +314,13 @@ class Checkpoint:
             waiting = carried.collect(self._source.selections.saved(where), where.plan, self.units.meant)
         if waiting is None and not self._owed:
             return None
-        waiting = waiting or Carried(meant=self.units.meant)
+        waiting = waiting or CarriedState(meant=self.units.meant)
         return replace(waiting, residuals=carried.add(waiting.residuals, self._owed))
 
-    def recall(self, epoch: int, clock: int) -> tuple[Carried, dict[str, carried.Arrays]]:
+    def recall(self, epoch: int, clock: int) -> tuple[CarriedState, dict[str, carried.Arrays]]:
         """Returns what the shards on this node had when the membership before ended, with what its workers had not sent
-        to shards elsewhere; and what those shards had whose mirrors it has, by tensor (`Carried.homes`). Nothing on all
-        ranks but one of a node.
+        to shards elsewhere; and what those shards had whose mirrors it has, by tensor (`CarriedState.homes`). Nothing
+        on all ranks but one of a node.
 
         Args:
             epoch: the membership epoch of the plan whose shards these are.
@@ -331,19 +331,19 @@ class Checkpoint:
         """
         where = self._source.where()
         if where is None or self._planned is None:
-            return Carried(), {}
+            return CarriedState(), {}
         if self._arriving is not None:  # recalled before, and not given to homes yet
             common, mine, loads = self._arriving
             return replace(mine, homes=dict(common.homes) if loads else {}), {}
         if not where.is_first_of_node:
-            return Carried(), {}
+            return CarriedState(), {}
         state = where.here.client.recall_shards(where.process_set, where.group, epoch, self._planned.id, clock)
         kept = {key: value for key, value in state.items() if not key.startswith("mirror:")}
         mirrored = {key.replace("mirror:", "home:", 1): value for key, value in state.items() if key not in kept}
         plan = self._planned
         return carried.collect(kept, plan), carried.collect(mirrored, plan).homes
 
-    def resume(self, homes: Mapping[str, carried.Arrays], mine: Carried) -> list[str]:
+    def resume(self, homes: Mapping[str, carried.Arrays], mine: CarriedState) -> list[str]:
         """Goes on from what shards had, in a new membership epoch. To be called on all ranks.
 
         Args:
@@ -359,10 +359,10 @@ class Checkpoint:
             return missing
         loads = where.is_first_of_node
         owed = replace(mine, homes={}, residuals=carried.add(mine.residuals, self._owed))
-        self.settle(Carried(homes=dict(homes) if loads else {}, meant=self.units.meant), owed, loads)
+        self.settle(CarriedState(homes=dict(homes) if loads else {}, meant=self.units.meant), owed, loads)
         return []
 
-    def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
+    def settle(self, common: CarriedState, mine: CarriedState, loads: bool) -> None:
         """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.
 
         Args:
@@ -409,7 +409,7 @@ class Checkpoint:
         self._owed = {}
         if self._arriving is not None:
             common, _, loads = self._arriving
-            self._arriving = common, Carried(meant=common.meant), loads
+            self._arriving = common, CarriedState(meant=common.meant), loads
         where = self._source.where()
         if where is None or not self.converts:
             return
@@ -419,7 +419,7 @@ class Checkpoint:
             _forget(where)
         barrier(process_set=where.ranks)
 
-    def _still_carried(self) -> Carried | None:
+    def _still_carried(self) -> CarriedState | None:
         """Returns the state that was carried here and waits for a plan."""
         if self._arriving is None:
             return None

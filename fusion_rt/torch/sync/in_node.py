@@ -10,7 +10,7 @@ import torch
 from fusion_rt import wire
 from fusion_rt.core.errors import HorovodInternalError, failure_of
 from fusion_rt.torch.core import device
-from fusion_rt.torch.node.reduction import Combining, Gathering, NodeReduction, Staging
+from fusion_rt.torch.node.reduction import BucketStaging, Combining, NodeGathering, NodeReduction
 from fusion_rt.torch.sync.buckets import Bucket, Stage
 from fusion_rt.torch.sync.gpu_selection import BucketSelector
 from fusion_rt.torch.sync.on_device import OnDevice
@@ -29,10 +29,10 @@ class InNode(Stage):
     def __init__(self, node: NodeReduction, selector: BucketSelector | None, copies: OnDevice | None) -> None:
         self._node, self._selector, self._copies = node, selector, copies
         self._share = wire.OWN
-        self._staging: Staging | None = None
+        self._staging: BucketStaging | None = None
         self._combining: Combining | None = None  # until the bucket is submitted
         self._why = ""  # the reduction has failed, so that the daemon fails the bucket
-        self._gathering: Gathering | None = None
+        self._gathering: NodeGathering | None = None
 
     def is_due(self) -> bool:
         return self._node.reduces

@@ -20,7 +20,7 @@ import torch
 
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.device import as_here
-from fusion_rt.torch.node.reduction import Staging, stage
+from fusion_rt.torch.node.reduction import BucketStaging, stage
 from fusion_rt.torch.sync.buckets import Bucket, Stage
 from fusion_rt.torch.sync.slots import Slot, follow_streams
 
@@ -39,7 +39,7 @@ class OnDevice(Stage):
 
     def __init__(self, bucket: Bucket) -> None:
         self._packs = bucket.io.compressor is None and _are_together([slot.parameter for slot in bucket.slots])
-        self._packed: Staging | None = None
+        self._packed: BucketStaging | None = None
         self._landed: device.Copying | None = None  # the last results, on their way to the device
 
     def start(self, bucket: Bucket) -> device.Copying | None:

@@ -90,7 +90,7 @@ class Slot:
         self.posted: torch.Tensor | None = None
         self.context: Any = None
         self.guard: Any = None
-        self._taken: Callable[[], object] = _nothing  # what `take` has put into `p.grad`, as long as it lives
+        self._taken: Callable[[], object] | None = None  # refers to the gradient that `take` has put into `p.grad`
         self._noted: tuple[torch.Tensor, int] | None = None  # `p.grad` with `kept` in it, and its version
         self._hooks: list[Any] = []
         if not owner.hears or not self.parameter.requires_grad:
@@ -107,14 +107,15 @@ class Slot:
         self._adds = self._node()
         arrived = _arrived if device.layer.is_host(self.parameter) else _arrived_on_device
         self._last = self._adds.register_hook(partial(arrived, self))
-        come_last = self.parameter.register_post_accumulate_grad_hook(partial(_come_last, self))  # type: ignore[no-untyped-call]
+        come_last = self.parameter.register_post_accumulate_grad_hook(self.come_last)  # type: ignore[no-untyped-call]
         self._hooks = [self._last, come_last]
         if owner.hears_before:
             self._hooks.append(self._adds.register_prehook(partial(owner.arriving, self)))
 
-    def come_last(self) -> None:
-        """Sees to it that the node that adds to `p.grad` now calls this slot's hook, after all others that it has. (The
-        parameter has a node of its own for each dtype and device.)"""
+    def come_last(self, parameter: torch.Tensor) -> None:
+        """Called by autograd among the hooks of the parameter. Sees to it that the node that adds to `p.grad` now calls
+        this slot's hook, after all others that it has. (The parameter has a node of its own for each dtype and device.)
+        """
         if torch._C._current_autograd_node() is not self._adds:
             self.follow()
             self.closed = False  # it is too late to tell what has been reduced of the sum
@@ -199,7 +200,9 @@ class Slot:
     def has_own(self) -> bool:
         """Tells whether the script has put another gradient where the reduced one was."""
         gradient = self.parameter.grad
-        return gradient is not None and gradient is not self.view and gradient is not self._taken()
+        if gradient is None or gradient is self.view:
+            return False
+        return self._taken is None or gradient is not self._taken()
 
     def add_kept(self) -> None:
         """Adds what has been kept to the result."""
@@ -264,19 +267,10 @@ class Slot:
     def _take_over(self) -> None:
         """Takes the parameter over from an optimizer that was made before, which objects if it is used again."""
         for hook in list((getattr(self.parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-            if isinstance(hook, partial) and hook.args and isinstance(hook.args[0], Slot):
-                before = hook.args[0]
+            before = getattr(hook, "__self__", None)
+            if isinstance(before, Slot):
                 before.forget()
                 before.owner.lose(before)
-
-
-def _nothing() -> None:
-    """Substitutes for a reference to nothing."""
-
-
-def _come_last(slot: Slot, parameter: torch.Tensor) -> None:
-    """Called by autograd among the parameter's hooks."""
-    slot.come_last()
 
 
 def _arrived(slot: Slot, results: Any, gradients: Any) -> None:

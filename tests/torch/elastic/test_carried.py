@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch.sync.carried import Carried
+from fusion_rt.torch.sync.carried import CarriedState
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 
 pytestmark = pytest.mark.multiprocess
@@ -29,7 +29,7 @@ def gradient(step: int, rank: int) -> Tensors:
 
 def remembered(state: Any) -> tuple[Tensors, Tensors]:
     """What this worker keeps for its node: residuals, and the values of homes."""
-    kept: Carried = state._handlers["optimizer"]._kept or Carried()
+    kept: CarriedState = state._handlers["optimizer"]._kept or CarriedState()
     residuals = {name: torch.from_numpy(value).clone() for name, value in kept.residuals.items()}
     return residuals, {name: torch.from_numpy(piece["value"]).clone() for name, piece in kept.homes.items()}
 

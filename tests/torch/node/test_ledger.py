@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fusion_rt.torch.node.ledger import REFUSED, Ledger, State
+from fusion_rt.torch.node.ledger import REFUSED, NodeLedger, NodeState
 from tests.for_each import for_each
 
 
-def enrolled(steps: tuple[int, ...] = (0, 0, 0)) -> State:
-    state = State.of(len(steps))
+def enrolled(steps: tuple[int, ...] = (0, 0, 0)) -> NodeState:
+    state = NodeState.of(len(steps))
     for position, step in enumerate(steps):
         state.enrol(position, f"nccl:gpu{position}", step)
     return state
@@ -34,7 +34,7 @@ def test_whoever_has_gathered_results_is_awaited_by_those_who_have_not() -> None
 
 def test_it_begins_after_the_latest_step_in_which_a_rank_has_enrolled() -> None:
     for order in ((0, 1, 2), (2, 0, 1)):
-        state = State.of(3)
+        state = NodeState.of(3)
         for position in order:
             assert not state.includes(8)
             state.enrol(position, f"nccl:gpu{position}", (5, 7, 6)[position])
@@ -52,7 +52,7 @@ def test_it_begins_after_the_latest_step_in_which_a_rank_has_enrolled() -> None:
     ],
 )
 def test_ranks_that_share_a_device_or_cannot_do_it_leave_it_to_the_daemon(offers: tuple[str, str]) -> None:
-    state = State.of(2)
+    state = NodeState.of(2)
     for position, offer in enumerate(offers):
         state.enrol(position, offer, 0)
     assert not any(state.decide(position, step) for position in range(2) for step in range(4))
@@ -90,7 +90,7 @@ def test_who_withdraws_before_anybody_has_begun_owes_nothing() -> None:
     state = enrolled()
     state.withdraw()
     assert not any(state.decide(position, 1) for position in range(3))
-    late = State.of(2)
+    late = NodeState.of(2)
     late.enrol(0, "nccl:gpu0", 3)
     late.withdraw()
     late.enrol(1, "nccl:gpu1", 3)
@@ -114,7 +114,7 @@ def test_all_have_connected_or_none_goes_on() -> None:
 
 
 def test_a_step_that_some_have_begun_when_one_gives_up_is_the_last_for_all() -> None:
-    state = State.of(3)
+    state = NodeState.of(3)
     for position in range(3):
         state.enrol(position, f"gloo:{position}", 0)
     assert [state.decide(position, 1) for position in range(3)] == [True] * 3
@@ -136,7 +136,7 @@ def test_the_first_reason_to_give_up_counts() -> None:
 
 def test_what_one_writes_the_others_read(tmp_path: Path) -> None:
     path = str(tmp_path / "ledger")
-    ledgers = [Ledger(path, 3, position) for position in range(3)]
+    ledgers = [NodeLedger(path, 3, position) for position in range(3)]
     for position, ledger in enumerate(ledgers):
         assert os.path.exists(path)
         ledger.enrol(f"nccl:gpu{position}", 4)
@@ -157,7 +157,7 @@ def test_what_one_writes_the_others_read(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_was_never_complete_leaves_no_file(tmp_path: Path) -> None:
-    ledger = Ledger(str(tmp_path / "ledger"), 2, 1)
+    ledger = NodeLedger(str(tmp_path / "ledger"), 2, 1)
     assert oct(os.stat(tmp_path / "ledger").st_mode & 0o777) == "0o600"
     ledger.enrol("nccl:gpu0", 0)
     ledger.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusion_rt import wire
 from fusion_rt.torch.sync import carried
-from fusion_rt.torch.sync.carried import Arrays, Carried
+from fusion_rt.torch.sync.carried import Arrays, CarriedState
 from fusion_rt.torch.sync.scales.conversion import Meant
 from fusiond.control.planning import make_plan
 
@@ -134,7 +134,7 @@ def test_residuals_of_a_node_and_of_its_workers_are_told_by_tensor() -> None:
 
 
 def test_all_nodes_load_the_same_but_for_their_own_residuals() -> None:
-    common = Carried(common={"1:step": np.array(8)}, buckets={"a": 1, "b": 0, "gone": 0},
+    common = CarriedState(common={"1:step": np.array(8)}, buckets={"a": 1, "b": 0, "gone": 0},
                      velocities={"a": residual()})  # fmt: skip
     sizes = {"a": 2, "b": 2}
     old = carried.codec_state(common, {"a": residual(1, 2), "b": residual(3)}, {}, sizes)

@@ -128,5 +128,5 @@ def test_the_hook_of_a_gradient_comes_after_all_others_unless_it_was_taken_off(
     slot._adds = torch._C._current_autograd_node()  # which is that of the parameter
     numbered = dict.fromkeys(hooks)
     slot._last = SimpleNamespace(hooks_dict_ref=lambda: numbered, id=7)
-    slot.come_last()
+    slot.come_last(torch.empty(0))
     assert list(numbered) == expected

@@ -13,7 +13,7 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.codecs import CODECS
 from fusion_rt.core.errors import HorovodInternalError
-from fusion_rt.torch.sync.carried import Carried
+from fusion_rt.torch.sync.carried import CarriedState
 from tests.harness import Job, on_ranks
 
 SHAPE = 40, 100
@@ -152,7 +152,7 @@ def test_what_workers_carry_goes_along_with_their_next_gradients() -> None:
         op=hvd.Sum,
     )  # fmt: skip
     owed = {"weight": np.full(300, 1.0 + hvd.rank(), np.float32), "changed": np.ones(100, np.float32)}
-    optimizer._sync.checkpoint.settle(Carried(), Carried(residuals=owed), hvd.local_rank() == 0)
+    optimizer._sync.checkpoint.settle(CarriedState(), CarriedState(residuals=owed), hvd.local_rank() == 0)
     for step in range(2):  # once, and not again
         optimizer.zero_grad()
         sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
