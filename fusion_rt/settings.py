@@ -121,15 +121,6 @@ class Settings:
         "auto", FUSION, "All-reduce between nodes where no codec selects: ring, doubling (recursive; of buckets up "
         "to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto (the one that is predicted to be faster).",
         variable="FUSION_DENSE_ROUTE", shared=True, choices=("auto", "ring", "doubling"))
-    route_latency: float = _row(
-        0.0, FUSION, "Latency of a message between daemons from which FUSION_DENSE_ROUTE=auto and "
-        "FUSION_SPARSE_ROUTE=auto choose, so that every job chooses alike (0: measured when the job starts, and "
-        "rounded to a power of two microseconds; `fusiond status --json` has it).",
-        unit=SECONDS, variable="FUSION_ROUTE_LATENCY", shared=True, least=0)
-    route_rate: int = _row(
-        0, FUSION, "Bytes a second that a link carries, for the same choice (0: measured, and rounded to a power of "
-        "two).",
-        unit=BYTES, variable="FUSION_ROUTE_RATE", shared=True, least=0)
     memory: str = _row(
         "auto", FUSION, "Way of a script's large tensors to its host's daemon: auto (the daemon reads and writes "
         "them in place, if the kernel allows it, which `fusionrun --check-build` says), adopt (as auto, and tensors of "
@@ -215,9 +206,6 @@ class Settings:
         "is full.",
         unit=BYTES, flags=("--trace-buffer",), variable="FUSION_TRACE_BUFFER", yaml="timeline.trace_buffer",
         least=2 * MIB)
-    trace_jobs: int = _row(
-        5, TIMELINE, "Number of jobs whose records are kept on a host, this one included.",
-        unit=COUNT, variable="FUSION_TRACE_JOBS", least=1)
     encryption: str = _row(
         "auto", DAEMON, "Encryption between daemons: all, control (payloads travel in the clear, for trusted "
         "networks), or auto (all, unless every daemon listens on loopback).",
@@ -427,13 +415,10 @@ OF_LAUNCHER = (
     Knob("reset_limit", ELASTIC, "Largest number of changes of membership; the next one ends the job. A lost worker "
          "and its replacement count as one.",
          COUNT, 100, flags=("--reset-limit",), least=0),
-    Knob("restart_workers", ELASTIC, "Treatment of a failed worker's slot: on-failure starts another worker in it "
-         "while the others train on (at once, then after 1, 2, 4 s and so on, up to a minute); never leaves the host "
-         "out, as Horovod does.",
-         default="on-failure", flags=("--restart-workers",), choices=("on-failure", "never")),
     Knob("restart_limit", ELASTIC, "Number of workers that may fail in a slot in a row, none after 60 s of training, "
-         "until the slot is abandoned.",
-         COUNT, 5, flags=("--restart-limit",), least=1),
+         "until the slot is abandoned. Another worker starts in it while the others train on: at once, then after 1, "
+         "2, 4 s and so on, up to a minute. 0: none does, and the host is left out, as in Horovod.",
+         COUNT, 5, flags=("--restart-limit",), least=0),
     Knob("newcomer_timeout", ELASTIC, "Time limit for a worker that starts while others train to reach the training "
          "function. A slower one is killed, and counts as failed.",
          SECONDS, 600.0, flags=("--newcomer-timeout",), least=0.001),

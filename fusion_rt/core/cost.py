@@ -22,18 +22,15 @@ class CostModel:
     latency: float = 100e-6
     seconds_per_byte: float = 1e-9
 
-    def rounded(self, latency: float = 0.0, rate: int = 0) -> CostModel:
-        """Returns the model by which exchanges between nodes are chosen, rounded to powers of two.
+    def rounded(self) -> CostModel:
+        """Returns the model by which exchanges between nodes are chosen: latency (microseconds) and rate (B/s) rounded
+        to powers of two.
 
         The order in which numbers are added up depends on it, and so the last bits of sums, which should not differ
         from job to job because links were measured a little faster.
-
-        Args:
-            latency: seconds; 0: this one's, rounded to a power of two microseconds.
-            rate: B/s; 0: this one's, rounded to a power of two.
         """
-        latency = latency or 2.0 ** round(math.log2(1e6 * max(self.latency, 1e-6))) / 1e6
-        return CostModel(latency, 1 / rate if rate else 2.0 ** round(math.log2(self.seconds_per_byte)))
+        latency = 2.0 ** round(math.log2(1e6 * max(self.latency, 1e-6))) / 1e6
+        return CostModel(latency, 2.0 ** round(math.log2(self.seconds_per_byte)))
 
     def chunk_bytes(self, largest: int) -> int:
         """Returns the payload of a chunk (bytes): as many as links carry in `_CHUNK_SECONDS`, but at most `largest`.

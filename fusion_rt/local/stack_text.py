@@ -71,15 +71,6 @@ def source_line(path: str, number: int) -> str:
         return ""  # it is not on this host, or gone since: the stack says enough
 
 
-def process_state(pid: int) -> str:
-    """Returns the letter of a process's state in /proc; empty if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 def state_in_words(letter: str) -> str:
     """Formats the state of a process: `sleeping (S)`."""
     return f"{STATES.get(letter, 'in an unknown state')} ({letter})" if letter else "gone"

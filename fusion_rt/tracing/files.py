@@ -13,6 +13,7 @@ import re
 import stat
 from contextlib import ExitStack, suppress
 
+KEPT = 5  # jobs on a host
 _JOB = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _RING = re.compile(r"(?:rank|node)-[0-9]{1,9}\.ring(?:\.[0-9]{1,9}\.new)?")
 
@@ -27,7 +28,7 @@ def ring_name(kind: str, number: int) -> str:
     return f"{kind}-{number}.ring"
 
 
-def begin_job(root: str, job: str, keep: int) -> list[str]:
+def begin_job(root: str, job: str, keep: int = KEPT) -> list[str]:
     """Makes room for a job that is about to begin on this host.
 
     Removes the rings of an earlier job of that name, and of the other jobs that do not run any more all but the latest.

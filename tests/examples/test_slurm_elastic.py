@@ -91,7 +91,7 @@ def test_an_elastic_job_begins_on_the_nodes_that_are_up_and_takes_one_that_comes
 
 @pytest.mark.multiprocess
 def test_a_signal_to_the_batch_script_alone_ends_the_job_in_order(batch: Callable[..., Batch]) -> None:
-    job = batch(FUSIONRUN_FLAGS="--restart-workers never --verbose")
+    job = batch(FUSIONRUN_FLAGS="--restart-limit 0 --verbose")
     line = job.first_line()
     assert "rank 0 of 1" in line
     worker = int(line.rpartition("pid ")[2])

@@ -13,6 +13,7 @@ import pytest
 import fusion_rt
 from fusion_rt import wire
 from fusion_rt.host import stacks
+from fusion_rt.host.process_stat import process_state
 from fusion_rt.local import stack_text
 
 PACKAGE = os.path.dirname(os.path.abspath(fusion_rt.__file__))
@@ -183,9 +184,9 @@ def test_where_a_worker_is_in_words() -> None:
 
 
 def test_the_state_of_a_process() -> None:
-    assert stack_text.process_state(os.getpid()) == "R"
+    assert process_state(os.getpid()) == "R"
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
-    assert stack_text.process_state(child.pid) == ""
+    assert process_state(child.pid) == ""
     assert stack_text.state_in_words("") == "gone"
     assert stack_text.state_in_words("S") == "sleeping (S)"

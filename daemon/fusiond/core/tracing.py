@@ -35,7 +35,7 @@ class Trace:
 
     def __init__(self, config: bootstrap.DaemonConfig, settings: Settings) -> None:
         try:
-            files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
+            files.begin_job(settings.trace_root(), config.job)
         except OSError as error:
             _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
         node, hosts = config.node, config.topology.hosts

@@ -296,7 +296,7 @@ class Starting:
 
     def _begin_job(self, cost: CostModel) -> None:
         """Says, at the coordinator, that the job starts; `cost`: of the worst link."""
-        route = cost.rounded(self._settings.route_latency, self._settings.route_rate)
+        route = cost.rounded()
         paths = tuple(path for _, path in sorted(self._paths.items()))
         start = wire.Start(cost.latency, cost.seconds_per_byte, route.latency, route.seconds_per_byte, paths)
         for node in self._others():

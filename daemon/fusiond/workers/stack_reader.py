@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from fusion_rt import wire
 from fusion_rt.core.errors import WireError
+from fusion_rt.host.process_stat import process_state
 from fusion_rt.host.stacks import SEALS, STACK_BYTES, is_handled
 from fusion_rt.local import stack_text
 from fusiond.host.loop import EventLoop
@@ -84,7 +85,7 @@ class Source:
                 signal.pidfd_send_signal(self.process, 0)
         except ProcessLookupError:
             return ""
-        return stack_text.process_state(self.pid)
+        return process_state(self.pid)
 
     def why_not(self, state: str) -> str:
         """Returns why it is not asked, as a sentence; empty if it can be."""

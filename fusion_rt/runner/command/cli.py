@@ -160,7 +160,7 @@ def _elastic(
         leave=choices["leave_timeout"],
         start=settings.start_timeout,
         probe=settings.heartbeat_timeout,
-        restarts=choices["restart_workers"] == "on-failure",
+        restarts=choices["restart_limit"] > 0,
         failures=choices["restart_limit"],
         begin=choices["newcomer_timeout"],
     )

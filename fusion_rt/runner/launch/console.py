@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from fusion_rt.core.wording import counted
+from fusion_rt.host.process_stat import process_start
 from fusion_rt.runner.decisions.places import Place, Places
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.printer import Printer
@@ -169,7 +170,4 @@ class Console:
 
 def process_age() -> float:
     """Seconds since this process was started: a person waits for the start of Python and its imports, too."""
-    with open("/proc/self/stat", "rb") as file:
-        # The command's name stands in parentheses; the start, in clock ticks since boot, is the 22nd field of all.
-        ticks = int(file.read().rpartition(b")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process_start()

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from fusion_rt.host.bootstrap import MAX_LINE
+from fusion_rt.host.process_stat import stat_fields
 from fusion_rt.runner.protocol.pipes import LineWriter, Reader
 
 _PR_SET_PDEATHSIG = 1
@@ -202,7 +203,7 @@ def signal_tree(pid: int, number: int) -> None:
 
 def _descendants(keep: Collection[int], of: int = 0) -> list[int]:
     """Descendants of a process (0: this one) that have not ended."""
-    children: dict[int, list[tuple[int, bytes]]] = {}
+    children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, state in _processes():
         children.setdefault(parent, []).append((pid, state))
     running = []
@@ -211,34 +212,22 @@ def _descendants(keep: Collection[int], of: int = 0) -> list[int]:
         for pid, state in children.get(parents.pop(), ()):
             if pid not in keep:
                 parents.append(pid)
-                if state not in b"ZX":
+                if state not in "ZX":
                     running.append(pid)
     return running
 
 
-def _processes() -> Iterator[tuple[int, int, bytes]]:
+def _processes() -> Iterator[tuple[int, int, str]]:
     """(pid, parent's pid, state) of every process of the machine."""
     for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        if stat := _stat(int(name)):
+        if name.isdigit() and (stat := stat_fields(int(name))):
             yield int(name), int(stat[1]), stat[0]
 
 
 def _is_exiting(pid: int) -> bool:
     """Tells whether a process will run no more and only the kernel has something left to do for it."""
-    stat = _stat(pid)
+    stat = stat_fields(pid)
     return not stat or bool(int(stat[6]) & _PF_EXITING)
-
-
-def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat, from the state on; none if the process has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command's name stands in parentheses and may itself hold spaces and parentheses.
-            return file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def _signal(pids: Sequence[int], number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,20 +176,13 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
 def test_how_membership_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of("-np", "2", "--max-np", "4", "x").elastic is None
     flags = ("--reset-limit", "3", "--blacklist-cooldown-range", "5", "1min", "--elastic-timeout", "2min")
-    flags += (
-        "--restart-workers",
-        "never",
-        "--newcomer-timeout",
-        "40s",
-        "--restart-limit",
-        "7",
-        "--leave-timeout",
-        "3min",
-    )
+    flags += ("--newcomer-timeout", "40s", "--restart-limit", "7", "--leave-timeout", "3min")
     plan = plan_of("-np", "3", "--min-np", "2", "-H", "a:2,b:2", *flags, "x")
     silence = plan.settings.heartbeat_timeout
-    limits = ElasticLimits(3, 2, None, 120.0, 3, 180.0, 30.0, probe=silence, restarts=False, begin=40.0, failures=7)
+    limits = ElasticLimits(3, 2, None, 120.0, 3, 180.0, 30.0, probe=silence, begin=40.0, failures=7)
     assert plan.elastic == ElasticPlan(limits, (5.0, 60.0))
+    plan = plan_of("-np", "3", "--min-np", "2", "-H", "a:2,b:2", *flags, "--restart-limit", "0", "x")
+    assert plan.elastic == ElasticPlan(replace(limits, restarts=False, failures=0), (5.0, 60.0))
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "7")
     plan = plan_of("--min-np", "2", "-H", "a:2", "x")
     assert plan.elastic is not None

@@ -44,7 +44,6 @@ OPTIONS = [
     ("--max-num-proc 8", "max_num_proc", 8),
     ("--slots-per-host 4", "slots_per_host", 4),
     ("--reset-limit 3", "reset_limit", 3),
-    ("--restart-workers never", "restart_workers", "never"),
     ("--restart-limit 9", "restart_limit", 9),
     ("--leave-timeout 2min", "leave_timeout", 120.0),
     ("--newcomer-timeout 90s", "newcomer_timeout", 90.0),

@@ -107,7 +107,7 @@ def test_hosts_come_and_go_as_the_script_says(start, fusionrun, until, runtime_d
     ("flags", "words"),
     [
         (
-            ("--min-np", "2", "--elastic-timeout", "1s", "--restart-workers", "never"),
+            ("--min-np", "2", "--elastic-timeout", "1s", "--restart-limit", "0"),
             "fusionrun: the job needs 2 workers, and the slots there are (127.0.0.1:1) did not suffice for 1 s "
             "(--elastic-timeout); before that: rank 0 on host localhost was killed by SIGKILL",
         ),
@@ -207,7 +207,7 @@ def test_an_algorithm_that_asks_for_more_ranks_than_are_left_waits_for_a_new_wor
 def test_a_job_whose_algorithm_asks_for_more_ranks_than_come_ends_and_says_so(start) -> None:
     job = start(
         *("-np", "2", "--min-np", "1", "-H", BOTH, "--algorithm", "partial(backup=1)", "--elastic-timeout", "2s"),
-        *("--blacklist-cooldown-range", "100", "100", "--restart-workers", "never"),
+        *("--blacklist-cooldown-range", "100", "100", "--restart-limit", "0"),
         command=(*forks.interpreter(forks.WORKER), TRAIN),
     )
     os.kill(job.epoch(1, 2)[0][1], signal.SIGKILL)

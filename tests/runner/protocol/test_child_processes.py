@@ -28,15 +28,15 @@ class Table:
 
     def __init__(self) -> None:
         self.parents = {CHILD: os.getpid(), GRANDCHILD: CHILD, OTHER: 1}
-        self.states = dict.fromkeys(self.parents, (b"S", RUNNING))
+        self.states = dict.fromkeys(self.parents, ("S", RUNNING))
         self.signals: list[tuple[int, int]] = []
         self.on_signal: Callable[[int, int], object] = lambda pid, number: None
 
-    def stat(self, pid: int) -> list[bytes]:
+    def stat(self, pid: int) -> list[str]:
         if pid not in self.states:
             return []
         state, flags = self.states[pid]
-        return [state, *(b"%d" % number for number in (self.parents[pid], 0, 0, 0, -1, flags, 0))]
+        return [state, *(str(number) for number in (self.parents[pid], 0, 0, 0, -1, flags, 0))]
 
     def kill(self, pid: int, number: int) -> None:
         self.signals.append((pid, number))
@@ -46,7 +46,7 @@ class Table:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     table = Table()
-    monkeypatch.setattr(child_processes, "_stat", table.stat)
+    monkeypatch.setattr(child_processes, "stat_fields", table.stat)
     monkeypatch.setattr(os, "listdir", lambda path: ["self", *map(str, table.states)])
     monkeypatch.setattr(os, "kill", table.kill)
     monkeypatch.setattr(child_processes, "_KILL_S", 0.05)
@@ -59,7 +59,7 @@ def end(grace: float = 0.0, *keep: int) -> list[int]:
 
 
 def test_descendants_that_end_when_they_are_told_to_are_not_killed(table: Table) -> None:
-    table.on_signal = lambda pid, number: table.states.update({pid: (b"Z", EXITING)})
+    table.on_signal = lambda pid, number: table.states.update({pid: ("Z", EXITING)})
     assert end(grace=60.0) == []
     assert table.signals == [(CHILD, signal.SIGTERM), (GRANDCHILD, signal.SIGTERM)]
 
@@ -80,13 +80,13 @@ def test_those_that_are_kept_are_left_alone_with_all_below_them(table: Table) ->
 
 
 def test_those_that_the_kernel_does_not_end_are_named(table: Table) -> None:
-    table.states[CHILD] = (b"D", RUNNING)
+    table.states[CHILD] = ("D", RUNNING)
     table.on_signal = lambda pid, number: table.states.pop(pid) if pid == GRANDCHILD else None
     assert end() == [CHILD]
 
 
 def test_one_whose_memory_the_kernel_still_frees_is_not_named(table: Table) -> None:
-    table.on_signal = lambda pid, number: table.states.update({pid: (b"R", EXITING)})
+    table.on_signal = lambda pid, number: table.states.update({pid: ("R", EXITING)})
     assert end() == []
 
 

@@ -84,7 +84,7 @@ class Carried:
 
 
 def lower_middle_of_others(values: NDArray[Any], together: int = 1) -> Floats:
-    """Returns what is usual among the others, by the rule of `fusion_rt.core.comparison`, for each element of rows of
+    """Returns what is usual among the others, by the rule of `fusiond.live.rates`, for each element of rows of
     shape (n, q); NaN if q is 1.
 
     Args:

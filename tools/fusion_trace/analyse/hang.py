@@ -21,6 +21,7 @@ import msgspec
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host.private_files import open_private
+from fusion_rt.host.process_stat import process_state
 from fusion_rt.host.stacks import STACK_BYTES, STACK_SIGNAL, is_handled
 from fusion_rt.local import stack_text
 from fusion_rt.local.daemons import OWN_STACKS, FoundDaemon, NoAnswer, ask, find
@@ -68,7 +69,7 @@ def _look_at(found: FoundDaemon, everyone: bool, timeout: float) -> Daemon:
         pid, told = ask(found, wire.HangRequest(everyone), timeout)
     except NoAnswer as error:
         pid, why_not = error.pid, str(error)
-    state = stack_text.process_state(pid) if pid else ""
+    state = process_state(pid) if pid else ""
     stack = _stack(found, pid) if state not in ("", "T", "t", "Z", "X") else wire.Stack()
     return Daemon(found, pid, told, why_not, stack_text.state_in_words(state), stack)
 

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from fusion_rt.core.comparison import usual_of_others
 from fusion_trace.analyse.columns_of_spans import lower_middle_of_others
+from fusiond.live.rates import usual_of_others
 
 
 def test_the_lower_median_of_the_others_is_usual() -> None:
