@@ -18,8 +18,11 @@ from fusion_rt.torch.ops.handles import synchronize
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce, grouped_allreduce_
 from fusion_rt.torch.ops.signatures import Average, Sum, id_of
+from fusion_rt.torch.sync.at_step.at_step import AtStep
+from fusion_rt.torch.sync.at_step.local_steps import LocalSteps
 from fusion_rt.torch.sync.in_node import stand_in
-from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
+from fusion_rt.torch.sync.step_schedule import Schedule, everyone
+from fusion_rt.torch.sync.synchroniser import Synchroniser
 
 _POLL = 1e-3  # seconds
 
@@ -32,10 +35,11 @@ def take_part_before_join(here: Runtime) -> None:
         HorovodInternalError: one of them failed, on all ranks.
     """
     standing = []
-    for sync in everyone():
+    for schedule in everyone():
+        sync = schedule.sync
         if not sync.is_of(here) or sync.plan.node is None:
             continue
-        sync.when.finish()
+        schedule.finish()
         if sync.plan.node.withdraw():
             standing.append(sync)
             for bucket in sync.plan.buckets:
@@ -74,35 +78,36 @@ def agree_after_join(last: int) -> None:
     some ranks until Python looks for garbage.
     """
     here = runtime()
-    for sync in everyone():
-        if _is_alike(sync):
-            sync.when.finish()
-    told = allgather_object({sync.name: (sync.exchanges, sync.when.local) for sync in everyone()})
-    for sync in everyone():
-        if _is_alike(sync):
-            _note_missed(sync, here, told)
-        sync.count_anew()
-        sync.when.joined()
+    for schedule in everyone():
+        if _is_alike(schedule):
+            schedule.finish()
+    told = allgather_object({each.sync.name: (each.sync.exchanges, each.local) for each in everyone()})
+    for schedule in everyone():
+        if _is_alike(schedule):
+            _note_missed(schedule, here, told)
+        schedule.sync.count_anew()
+        schedule.joined()
     if not any(local for optimizers in told for _, local in optimizers.values()):
         return
-    local = {sync.name: sync for sync in everyone() if sync.when.local and sync.is_of(here)}
-    states = broadcast_object({name: sync.when.own_state() for name, sync in local.items()}, last)
-    for name, state in states.items():
-        if name in local:
-            local[name].when.rejoin(state)
+    local = [each for each in everyone() if isinstance(each, LocalSteps) and each.local and each.sync.is_of(here)]
+    states = broadcast_object({schedule.sync.name: schedule.own_state() for schedule in local}, last)
+    for schedule in local:
+        if schedule.sync.name in states:
+            schedule.rejoin(states[schedule.sync.name])
 
 
-def _is_alike(sync: Synchroniser) -> bool:
+def _is_alike(schedule: Schedule) -> bool:
     """Returns whether the ranks of an optimizer are alike after each exchange."""
-    algorithm = sync.options.algorithm
-    return sync.when.hears and algorithm.synchronous and not algorithm.at_homes and takes_part(sync.options.process_set)
+    algorithm, ranks = schedule.sync.options.algorithm, schedule.sync.options.process_set
+    return schedule.hears and algorithm.synchronous and not algorithm.at_homes and takes_part(ranks)
 
 
-def _note_missed(sync: Synchroniser, here: Runtime, told: Sequence[Mapping[str, tuple[int, bool]]]) -> None:
+def _note_missed(schedule: Schedule, here: Runtime, told: Sequence[Mapping[str, tuple[int, bool]]]) -> None:
     """Has an optimizer note which of its ranks have missed some exchanges; `told`: by each rank, of its optimizers."""
+    sync = schedule.sync
     ranks = here.client.process_sets[id_of(here, sync.options.process_set, "allgather")].ranks
     if all(sync.name in told[rank] for rank in ranks):
-        sync.when.note_missed({rank: told[rank][sync.name][0] for rank in ranks}, here.rank)
+        schedule.note_missed({rank: told[rank][sync.name][0] for rank in ranks}, here.rank)
 
 
 before_join.append(take_part_before_join)
@@ -125,35 +130,37 @@ def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
     """
     chosen = _chosen(optimizers)
     _agree(chosen, model)
-    for sync in chosen:
-        sync.when.settled()
+    for schedule in chosen:
+        schedule.settled()
 
 
-def _chosen(optimizers: Sequence[Any]) -> list[Synchroniser]:
-    """Returns the synchronisers of these optimizers; without any, of all whose ranks have, or may have, different
+def _chosen(optimizers: Sequence[Any]) -> list[Schedule]:
+    """Returns the schedules of these optimizers; without any, of all whose ranks have, or may have, different
     parameters."""
-    chosen = [optimizer._sync for optimizer in optimizers]
-    return chosen or [sync for sync in everyone() if sync.when.own_gradients or sync.when.leader is not None]
+    chosen = [optimizer._schedule for optimizer in optimizers]
+    return chosen or [schedule for schedule in everyone() if schedule.own_gradients or schedule.leader is not None]
 
 
-def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> None:
+def _agree(chosen: Iterable[Schedule], model: torch.nn.Module | None) -> None:
     """Makes parameters and buffers equal."""
     if runtime().size == 1:
         return
-    for sync in chosen:
-        sync.when.finish()
-        sync.when.drain()
+    for schedule in chosen:
+        schedule.finish()
+        schedule.drain()
     barrier()  # whatever anybody has posted is where it belongs
-    for sync in chosen:
-        sync.when.agree()
+    for schedule in chosen:
+        if isinstance(schedule, AtStep):
+            schedule.agree()
     barrier()
-    for sync in chosen:
-        if sync.when.local and not sync.options.algorithm.at_shards:
+    for schedule in chosen:
+        sync = schedule.sync
+        if isinstance(schedule, LocalSteps) and schedule.local and not sync.options.algorithm.at_shards:
             parameters = [slot.parameter.detach() for slot in sync.slots]
-            counts, weights = not sync.when.behind, sync.when.weights()
+            counts, weights = not schedule.behind, schedule.weights()
             _average(parameters, sync.options.process_set, counts=counts, weights=weights)
-        elif not sync.when.local and sync.when.leader is not None:
-            _copy_from(sync.when.leader, sync)
+        elif not schedule.local and schedule.leader is not None:
+            _copy_from(schedule.leader, sync)
     if model is not None:
         average_buffers(model)
 
@@ -179,11 +186,11 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
     """Context for evaluation, in which all ranks have the same parameters, as after `consensus`; afterwards each has
     its own again. Use it on all ranks."""
     chosen = _chosen(optimizers)
-    for sync in chosen:
-        sync.when.finish()
-        if sync.when.local:
-            sync.when.drain()
-    tensors = [slot.parameter.detach() for sync in chosen for slot in sync.slots]
+    for schedule in chosen:
+        schedule.finish()
+        if schedule.local:
+            schedule.drain()
+    tensors = [slot.parameter.detach() for schedule in chosen for slot in schedule.sync.slots]
     tensors += [] if model is None else [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     own = [tensor.clone() for tensor in tensors]
     _agree(chosen, model)
@@ -192,8 +199,8 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
     finally:
         for tensor, value in zip(tensors, own, strict=True):
             tensor.copy_(value)
-        for sync in chosen:
-            sync.when.note_weights()
+        for schedule in chosen:
+            schedule.note_weights()
 
 
 def consensus_distance(*optimizers: Any) -> float:
@@ -205,10 +212,11 @@ def consensus_distance(*optimizers: Any) -> float:
     Raises:
         HorovodInternalError: it failed, on all ranks.
     """
-    chosen = [optimizer._sync for optimizer in optimizers] or [sync for sync in everyone() if sync.when.hears]
+    chosen = [optimizer._schedule for optimizer in optimizers] or [each for each in everyone() if each.hears]
     squared = 0.0
-    for sync in chosen:
-        sync.when.finish()
+    for schedule in chosen:
+        schedule.finish()
+        sync = schedule.sync
         if takes_part(sync.options.process_set):
             own = [slot.parameter.detach() for slot in sync.slots]
             means = grouped_allreduce(own, op=Average, process_set=sync.options.process_set) if own else []

@@ -1,12 +1,12 @@
 """`DistributedOptimizer`: the script's optimizer, with gradients reduced over all ranks before each step.
 
-The way of gradients is in `sync/`. Here is decided which strategies are asked there.
+The way of gradients is in `sync/`. Here its rule and its schedule are chosen.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from fusion_rt.torch.sync.at_step.outer_optimizer import chosen_outer_optimizer
 from fusion_rt.torch.sync.broadcasting import broadcast_step
 from fusion_rt.torch.sync.in_backward import InBackward, ReducedGradients
 from fusion_rt.torch.sync.options import Options
-from fusion_rt.torch.sync.overlap.after_step import AfterStep
+from fusion_rt.torch.sync.overlap.after_step import AfterStep, OneStepLate
 from fusion_rt.torch.sync.parameters import (
     Groups,
     are_shards,
@@ -37,9 +37,8 @@ from fusion_rt.torch.sync.parameters import (
     names_of,
     optimizer_spec,
 )
-from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.step_schedule import Schedule
 from fusion_rt.torch.sync.update_rule import UpdateRule
-from fusion_rt.torch.sync.when import When
 from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, rewrap, wrap
 
 OVERLAPS = ("none", "forward", "stale")
@@ -134,7 +133,8 @@ def DistributedOptimizer(
         packages=algorithms.packages(spec, codecs.parse(chosen)),
     )  # fmt: skip
     options = Options(reduction, process_set, ReducedGradients(), compressor)
-    make = _chosen(InBackward, backward_passes_per_step)
+    schedule: type[Schedule] = InBackward
+    checked_passes(backward_passes_per_step)
     if not spec.sums_gradients and takes_part(process_set):
         replanning(settings, f"{spec} is no all-reduce", here.rank)
         _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
@@ -144,29 +144,28 @@ def DistributedOptimizer(
         reduction = wire.Reduction(
             "average", codec=chosen, algorithm=str(spec), optimizer=shard, packages=reduction.packages
         )
-        family, rule = family_of(spec, codecs.parse(chosen))
+        schedule, rule = family_of(spec, codecs.parse(chosen))
         options = Options(reduction, process_set, rule, sparse_as_dense=True)
-        make = _chosen(family, backward_passes_per_step)
     elif op == Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         replanning(settings, "it is for Adasum", here.rank)
         options = replace(options, rule=CombinedSteps())
-        make = _chosen(AdasumAtStep, backward_passes_per_step)
+        schedule = AdasumAtStep
     else:
         tuned = replanning(settings, "", here.rank) if takes_part(process_set) else None
         options = replace(options, sparse_as_dense=sparse_as_dense, replanning=tuned)
         if tuned and settings.auto == "async" and asked is None and overlap == "none":
             overlap = "none" if isinstance(optimizer, torch.optim.LBFGS) else "forward"
         if overlap != "none" and takes_part(process_set):
-            make = _chosen(AfterStep, backward_passes_per_step, overlap == "stale")
+            schedule = OneStepLate if overlap == "stale" else AfterStep
         if tuned and overlap != "stale" and _may_step_locally(optimizer, options, settings):
-            options = _with_local_steps(options, make)
-    wrapped = wrap(optimizer, names, together, options, make)
+            options = _with_local_steps(options, schedule)
+    wrapped = wrap(optimizer, names, together, options, schedule, backward_passes_per_step)
     wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
     wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
     if overlap != "none":
-        wrapped.synchronize_parameters = wrapped._sync.when.finish  # also with one rank, where nothing is late
+        wrapped.synchronize_parameters = wrapped._schedule.finish  # also with one rank, where nothing is late
     return wrapped
 
 
@@ -210,12 +209,6 @@ def family_of(spec: algorithms.Algorithm, codec: codecs.Codec) -> tuple[type[AtS
     return chosen_outer_optimizer(spec)
 
 
-def _chosen(kind: Callable[..., When], passes: int, *arguments: Any) -> Callable[[Synchroniser], When]:
-    """Makes the strategy that decides when a synchroniser exchanges."""
-    checked_passes(passes)
-    return lambda sync: kind(sync, passes, *arguments)
-
-
 def _may_step_locally(optimizer: torch.optim.Optimizer, options: Options, settings: Settings) -> bool:
     """Tells whether `--auto` may have ranks take local steps instead, which has to be possible on all of them, and to
     end at any exchange: so not where ranks come and go, or may rely on parameters that are alike after each step."""
@@ -231,7 +224,7 @@ def _may_step_locally(optimizer: torch.optim.Optimizer, options: Options, settin
     )
 
 
-def _with_local_steps(options: Options, make: Callable[[Synchroniser], When]) -> Options:
+def _with_local_steps(options: Options, schedule: type[Schedule]) -> Options:
     """Returns the options of all-reduces with a way to algorithms with local steps, and back."""
 
     def go_on(wrapped: Wrapped, text: str) -> None:
@@ -240,14 +233,14 @@ def _with_local_steps(options: Options, make: Callable[[Synchroniser], When]) ->
         again = replace(known, replanning=lambda: tuner)
         if spec.sums_gradients:
             broadcast_step(wrapped, 0)  # local steps have left momenta that differ
-            rewrap(wrapped, again, make)
+            rewrap(wrapped, again, schedule)
             return
         codec = spec.codec or "dense"
         packages = algorithms.packages(spec, codecs.parse(codec))
         reduction = wire.Reduction("average", codec=codec, algorithm=text, packages=packages)
         family, rule = family_of(spec, codecs.parse(codec))
         local = replace(again, reduction=reduction, rule=rule, sparse_as_dense=True)
-        rewrap(wrapped, local, _chosen(family, wrapped.backward_passes_per_step))
+        rewrap(wrapped, local, family)
 
     known = replace(options, go_on=go_on)
     return known

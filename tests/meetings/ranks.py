@@ -72,7 +72,7 @@ class Real(Run):
         """Waits for what is under way after a refusal. In the next cell of this job it would count as a wait of this
         rank in another operation, and neighbours that are ahead would mix without it (docs/algorithms.md)."""
         for wrapped in self._wrapped:
-            wrapped._sync.when.discard()
+            wrapped._schedule.discard()
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

@@ -158,7 +158,7 @@ def test_several_backward_passes_make_one_step() -> None:
             optimizer.zero_grad(set_to_none=set_to_none)
             plain.zero_grad()
             for step in range(start, start + 3):
-                assert optimizer._sync.when.reduced == 0
+                assert optimizer._schedule.reduced == 0
                 backward(model, step)
                 loss_of(reference, everybodys_batch(step)).backward()
             optimizer.step()

@@ -92,7 +92,7 @@ def finish_before_leaving() -> None:
 
 
 def _chosen(optimizers: Iterable[Any]) -> list[Watcher]:
-    wanted = {optimizer._sync.serial for optimizer in optimizers}
+    wanted = {optimizer._schedule.serial for optimizer in optimizers}
     return [watcher for serial, watcher in sorted(_watchers.items()) if not wanted or serial in wanted]
 
 

@@ -103,13 +103,13 @@ class DistributedHandler(Saver):
     def prepare(self) -> None:
         """Makes the parameters of replicas, before they are given to all, the mean of those of ranks that have taken
         steps. An operation on all ranks."""
-        if self.value._sync.when.local:
+        if self.value._schedule.local:
             _average(self.value)
 
     def items(self, name: str) -> list[Item]:
         """Returns what all ranks are to have from one of them. `name`: of tensors."""
         items: list[Item] = [OptimizerState(self.value, name)]
-        if self.value._sync.when.local:
+        if self.value._schedule.local:
             items.append(Item(self.value.own_state, self.value.load_own_state))
         return items
 
@@ -122,7 +122,7 @@ class DistributedHandler(Saver):
         Raises:
             HorovodInternalError: a rank is gone.
         """
-        self.value._sync.when.discard()
+        self.value._schedule.discard()
         self.drain()
         mine = self._checkpoint.carry() if self._pending is None else self._pending
         if leaving and self._checkpoint.carries:
@@ -180,7 +180,7 @@ class DistributedHandler(Saver):
 
     def drain(self) -> None:
         """Waits for what is under way, and takes it, which may change the parameters."""
-        self.value._sync.when.drain()
+        self.value._schedule.drain()
 
 
 def _common(mine: CarriedState) -> CarriedState:

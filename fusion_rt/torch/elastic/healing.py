@@ -8,10 +8,10 @@ from fusion_rt.torch.core.process_sets import global_process_set
 from fusion_rt.torch.ops.objects import broadcast_all
 from fusion_rt.torch.sync.at_step.outer_optimizer import OuterOptimizer
 from fusion_rt.torch.sync.broadcasting import broadcast_step
-from fusion_rt.torch.sync.when import When
+from fusion_rt.torch.sync.step_schedule import Schedule
 
 
-def heal(part: When, root: int, is_behind: bool) -> None:
+def heal(part: Schedule, root: int, is_behind: bool) -> None:
     """Gives all ranks what an optimizer's last exchange has made of its parameters, and of its state, on a rank.
 
     Where ranks take local steps this is the start of the next ones, and the outer optimizer, if there is one. If there

@@ -15,7 +15,7 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.donors import Donors
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.elastic.survival import Survival, move
-from fusion_rt.torch.sync.synchroniser import everyone
+from fusion_rt.torch.sync.step_schedule import everyone
 
 _log = logging.getLogger("fusion_rt.elastic")
 _CARRIED = re.compile(r"\b(?:CollectiveError|HorovodInternalError): (.*)", re.DOTALL)
@@ -118,7 +118,7 @@ def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection
                 return func(state, *args, **kwargs)
         except RuntimeError as error:
             interruption = interruption_of(error)
-            for sync in everyone():
-                if sync not in known:  # the next call makes its own, as the first one of a newcomer does
-                    sync.plan.unname()
+            for schedule in everyone():
+                if schedule not in known:  # the next call makes its own, as the first one of a newcomer does
+                    schedule.sync.plan.unname()
             passage.leave(interruption)

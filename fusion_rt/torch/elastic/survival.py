@@ -31,10 +31,11 @@ from fusion_rt.torch.elastic.sampler import Standing
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.ops.objects import allgather_object
 from fusion_rt.torch.sync import carried
+from fusion_rt.torch.sync.at_step.at_step import AtStep
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.slots import in_order
-from fusion_rt.torch.sync.synchroniser import Synchroniser, enter_all, everyone
-from fusion_rt.torch.sync.when import Outcome, ShardClock, When
+from fusion_rt.torch.sync.step_schedule import Outcome, ShardClock, enter_all, everyone
+from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.wire import is_group
 
 _log = logging.getLogger("fusion_rt.elastic")
@@ -226,9 +227,9 @@ class Survival:
             HorovodInternalError: a rank is gone.
         """
         asked, self._planned_ahead = self._planned_ahead, ()
-        for sync, is_asked in zip(everyone(), asked, strict=False):
+        for schedule, is_asked in zip(everyone(), asked, strict=False):
             if is_asked:
-                plan_ahead(sync)
+                plan_ahead(schedule.sync)
 
     def _tell(self, report: RankReport) -> list[RankReport]:
         donors.open_group(runtime())
@@ -243,7 +244,7 @@ class Survival:
             raise error
         if runtime().client.channel.failure is None:
             raise error  # nobody is lost
-        trained = {sync.options.process_set.process_set_id for sync in everyone()}
+        trained = {schedule.sync.options.process_set.process_set_id for schedule in everyone()}
         lasting = [one for one in process_sets.by_rule() if one.process_set_id not in trained]
         can_last = {GLOBAL_SET, donors.GROUP, *(one.process_set_id for one in lasting)}
         if made := [known for known in runtime().client.process_sets if known not in can_last]:
@@ -285,17 +286,17 @@ class Survival:
     def _move(self, why: str, daemon: str, dropped: Sequence[Exchange]) -> None:
         move(self._agent, why)
         self._state._given = ()  # by now, newcomers have it or are gone
-        if runtime().where.socket != daemon and any(sync.checkpoint.is_lost_with_daemon for sync in everyone()):
+        if runtime().where.socket != daemon and any(each.sync.checkpoint.is_lost_with_daemon for each in everyone()):
             self._stays = False  # what codecs and homes remember is gone with the daemon, but for the last commit's
         for exchange in dropped:
             for part in exchange.parts:
                 part.drop_under_way()
-        for sync in everyone():
-            sync.when.finish()  # updates whose gradients have all been reduced, and which wait for a forward pass
+        for schedule in everyone():
+            schedule.finish()  # updates whose gradients have all been reduced, and which wait for a forward pass
 
     def _report(self, failed: Exchange, rules: tuple[tuple[int, ...], ...] | None) -> RankReport:
-        places = {sync.when: place for place, sync in enumerate(everyone())}
-        clocks = tuple(sync.when.shard_clock() for sync in everyone())
+        places = {schedule: place for place, schedule in enumerate(everyone())}
+        clocks = tuple(schedule.shard_clock() for schedule in everyone())
         return RankReport(
             has_values=True,
             stays=self._stays and not self._state._why_unfit(),
@@ -304,7 +305,7 @@ class Survival:
             begun=exchanges.begun,
             failed=tuple(places[part] for part in failed.parts),
             last=tuple((places[part], part.outcome) for part in exchanges.last if part in places),
-            has_memory=any(sync.checkpoint.puts_back for sync in everyone()),
+            has_memory=any(schedule.sync.checkpoint.puts_back for schedule in everyone()),
             is_spoiled=self._is_spoiled,
             standings=self._state._standing(),
             shard_clocks=clocks,
@@ -324,25 +325,26 @@ class Survival:
         Returns:
             Whether nothing was lost; the same on all ranks.
         """
-        for sync, *each in zip(everyone(), *clocks, strict=True):
+        for schedule, *each in zip(everyone(), *clocks, strict=True):
             known = [clock for clock in each if clock is not None]
             if not known:
                 continue
+            assert isinstance(schedule, AtStep)  # no other schedule has a clock
             clock = max(one.clock for one in known) if known[0].in_step else _ALL
-            kept, mirrored = sync.checkpoint.recall(known[0].epoch, clock)
+            kept, mirrored = schedule.sync.checkpoint.recall(known[0].epoch, clock)
             homes = mirrors.fill(carried.united(allgather_object(kept.homes, "elastic.shards")), mirrored)
-            if missing := sync.checkpoint.resume(homes, kept):
+            if missing := schedule.sync.checkpoint.resume(homes, kept):
                 if runtime().rank == 0:
                     _log.warning("shards are lost with their mirrors, or had not begun: %s", ", ".join(missing[:3]))
                 return False
-            sync.when.note_recalled(clock)
+            schedule.note_recalled(clock)
         return True
 
     def _heal(self, found: Conclusion, failed: Exchange) -> None:
         """Heals those that are behind. An operation on all ranks, if there are any."""
         is_behind = runtime().rank in found.behind
         self._is_spoiled = is_behind
-        parts: list[When] = [sync.when for sync in everyone()]
+        parts = everyone()
         for place, outcome in found.healed:
             if outcome is Outcome.TAKEN:
                 heal(parts[place], found.root, is_behind)
@@ -354,7 +356,7 @@ class Survival:
 
 def _plans_ahead(is_new: bool) -> tuple[bool, ...]:
     """Returns this rank's part of `planned_ahead`."""
-    return tuple(can_plan_ahead(sync, is_new) for sync in everyone())
+    return tuple(can_plan_ahead(schedule.sync, is_new) for schedule in everyone())
 
 
 def _donors(reports: Sequence[RankReport]) -> Donors:
@@ -386,4 +388,4 @@ def plan_ahead(sync: Synchroniser) -> None:
     """
     by_name = {slot.name: slot for slot in sync.slots}
     order = in_order([*(by_name[name] for name in sync.plan.order if name in by_name), *sync.slots])
-    sync.plan.propose({slot.name: slot for slot in order}, sync.when.reduction(), ahead=True)
+    sync.plan.propose({slot.name: slot for slot in order}, sync.schedule.reduction(), ahead=True)

@@ -20,7 +20,7 @@ import torch
 
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.sync.exchanges import exchanges
-from fusion_rt.torch.sync.when import When
+from fusion_rt.torch.sync.step_schedule import Schedule
 
 _POLL = 1e-3  # seconds
 
@@ -33,7 +33,7 @@ class BackwardPass:
     """
 
     def __init__(self) -> None:
-        self.participants: list[When] = []
+        self.participants: list[Schedule] = []
 
     def __call__(self) -> None:
         """Called when autograd has run the whole graph. Raises what participants raise, out of `backward()`."""
@@ -58,14 +58,14 @@ class BackwardPass:
 
         handle = node.register_hook(node_has_run)
 
-    def add(self, participant: When) -> None:
+    def add(self, participant: Schedule) -> None:
         """Adds a participant."""
         if participant not in self.participants:
             self.participants.append(participant)
         participant.backward = weakref.ref(self, functools.partial(_forget, weakref.ref(participant)))
 
 
-def _return_all(due: list[When]) -> None:
+def _return_all(due: list[Schedule]) -> None:
     due.sort(key=lambda participant: participant.serial)
     together = functools.partial(_return_together, due)
     if any(participant.delays for participant in due):
@@ -74,7 +74,7 @@ def _return_all(due: list[When]) -> None:
         exchanges.run(due, together)
 
 
-def _return_together(due: list[When]) -> None:
+def _return_together(due: list[Schedule]) -> None:
     """Sends all before it waits for the first: ranks may have met them in different orders, and not all of them."""
     eager = [participant for participant in due if participant.eager]
     for participant in eager:
@@ -131,7 +131,7 @@ def running() -> BackwardPass:
     return found
 
 
-def _forget(reference: weakref.ref[When], _: Any) -> None:
+def _forget(reference: weakref.ref[Schedule], _: Any) -> None:
     participant = reference()
     if participant is not None:
         participant.pass_is_gone()

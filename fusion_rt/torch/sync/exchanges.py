@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
-from fusion_rt.torch.sync.when import Outcome, When
+from fusion_rt.torch.sync.step_schedule import Outcome, Schedule
 
 
 class Exchange:
@@ -31,11 +31,11 @@ class Exchange:
         known: by part what became of the results on other ranks, where this one has been healed.
     """
 
-    def __init__(self, number: int, parts: Sequence[When]) -> None:
+    def __init__(self, number: int, parts: Sequence[Schedule]) -> None:
         self.number = number
         self.parts = tuple(parts)
         self.is_done = False
-        self.known: dict[When, Outcome] = {}
+        self.known: dict[Schedule, Outcome] = {}
 
 
 class Exchanges:
@@ -63,12 +63,12 @@ class Exchanges:
     def restart(self) -> None:
         """Counts anew, where all ranks are at the same place of their scripts, and nothing is under way."""
         self.begun = self.completed = self.left_out = self.generation = 0
-        self.last: tuple[When, ...] = ()
+        self.last: tuple[Schedule, ...] = ()
         self.is_uncertain = False
         self.under_way: deque[Exchange] = deque()
 
-    def run(self, parts: Sequence[When], exchange: Callable[[], object]) -> None:
-        """Calls a function that exchanges, and has the parts note it if it was left out (`When.note_left_out`).
+    def run(self, parts: Sequence[Schedule], exchange: Callable[[], object]) -> None:
+        """Calls a function that exchanges, and has the parts note it if it was left out (`Schedule.note_left_out`).
 
         Raises:
             HorovodInternalError: it failed, on all ranks, and this rank cannot go on in its function.
@@ -104,7 +104,7 @@ class Exchanges:
         else:
             self.last = begun.parts
 
-    def begin(self, parts: Sequence[When]) -> Exchange:
+    def begin(self, parts: Sequence[Schedule]) -> Exchange:
         """Begins an exchange, which the caller has to `end` or `lose`."""
         self.begun += 1
         begun = Exchange(self.begun, parts)

@@ -19,10 +19,9 @@ from fusion_rt.torch.core.compressors import codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Mark, Named, Trained
-from fusion_rt.torch.sync.slots import Slot, memory_order
-from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.slots import GradientHooks, Slot, memory_order
+from fusion_rt.torch.sync.step_schedule import Schedule
 from fusion_rt.torch.sync.update_rule import UpdateRule
-from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -35,7 +34,7 @@ class HandedSlot(Slot):
         given: the present one, 1-D, which the result replaces; None if there is none.
     """
 
-    def __init__(self, owner: HandedOver, named: Named) -> None:
+    def __init__(self, owner: GradientHooks, named: Named) -> None:
         super().__init__(owner, named)
         self.given: torch.Tensor | None = None
 
@@ -93,15 +92,11 @@ class HandedTensors(Trained):
         return {name: rates[group] for name, group in self._groups.items()} if rates else {}
 
 
-class HandedOver(When):
+class HandedOver(Schedule):
     """Exchanges gradients as they are handed over, until whoever does that says that it was the last."""
 
-    sync: Synchroniser
+    slot_type = HandedSlot
     hears = False
-    eager = True
-
-    def slot(self, named: Named) -> HandedSlot:
-        return HandedSlot(self, named)
 
     def give(self, values: Iterable[tuple[HandedSlot, torch.Tensor]]) -> None:
         """Takes gradients (1-D, as they lie in memory), and sends buckets that are complete.
@@ -206,6 +201,6 @@ def handed_over(options: Options, tensors: HandedTensors, owner: object) -> Hand
         tensors: all that will be handed over.
         owner: hands them over; when it is gone, memory is released.
     """
-    sync = Synchroniser(options, tensors, lambda sync: HandedOver(sync, 1))
-    weakref.finalize(owner, sync.release).atexit = False
-    return cast(HandedOver, sync.when)
+    made = HandedOver(options, tensors, 1)
+    weakref.finalize(owner, made.release).atexit = False
+    return made

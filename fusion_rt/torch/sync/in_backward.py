@@ -36,11 +36,12 @@ from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.scales.clipping import Clipping
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.step_schedule import TOO_MANY, Closure, Outcome, Schedule
 from fusion_rt.torch.sync.update_rule import UpdateRule
-from fusion_rt.torch.sync.when import TOO_MANY, Closure, Outcome, When
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -77,7 +78,7 @@ class ReducedGradients(UpdateRule):
             slot.take(result.to_sparse(slot.sparse) if slot.sparse else result)
 
 
-class InBackward(When):
+class InBackward(Schedule):
     """Reduces gradients while the backward pass computes them.
 
     Attributes:
@@ -85,13 +86,12 @@ class InBackward(When):
         reduced: how often gradients have been reduced since the last step.
     """
 
-    sync: Synchroniser
     hears_before = eager = True
 
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        super().__init__(sync, passes)
+    def __init__(self, options: Options, trained: Trained, passes: int) -> None:
+        super().__init__(options, trained, passes)
         self.pass_number = self.reduced = self._passes = 0
-        self._steps = sync.steps
+        self._steps = self.sync.steps
         self._kept: list[Slot] = []  # to whose next result earlier ones are added
         self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
         self._said = terms()  # with each bucket
@@ -131,7 +131,7 @@ class InBackward(When):
             return
         bucket.missing -= 1
         if not bucket.missing:
-            sync.advance(bucket)
+            sync.advance(bucket, self.eager, keeps=sync.plan.buckets[-1])  # which succeeds if all ranks' passes have
 
     def _backward_begins(self) -> None:
         """Notes the first gradient of a backward pass. Raises `AssertionError` if there were too many."""
@@ -362,6 +362,10 @@ class InBackward(When):
         if self.sync.idle:
             self.passes_left = passes
 
+    def _submit(self) -> None:
+        """Sends what has not been sent of this step. Raises as `Synchroniser.submit`."""
+        self.sync.submit()
+
     def _reduce(self) -> None:
         """Reduces what has not been sent yet, and waits until every `p.grad` is the reduced gradient."""
         if exchanges.survive is None:
@@ -374,8 +378,8 @@ class InBackward(When):
         self.check_pass()
         if sync.idle:
             sync.begin()
-        sync.submit()
         try:
+            self._submit()
             sync.receive()
             if self._kept:
                 with torch.no_grad():
@@ -433,7 +437,7 @@ class InBackward(When):
             return float(self._reduced_loss(optimizer, torch.tensor(loss, dtype=torch.float64)))
         return loss
 
-    # --- what the synchroniser says -----------------------------------------------------------------------------------
+    # --- answers to the synchroniser ----------------------------------------------------------------------------------
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         checkpoint = self.sync.checkpoint
@@ -444,12 +448,10 @@ class InBackward(When):
         return self._said
 
     def planned(self) -> None:
-        buckets = self.sync.plan.buckets
-        self.closing = buckets[-1] if buckets else None
-        for bucket in buckets:
+        for bucket in self.sync.plan.buckets:
             bucket.patient = any(slot.name in self._in_parts for slot in bucket.slots)
 
-    def sending(self, bucket: Bucket) -> None:
+    def before_send(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             if slot.closed or slot.kept is not None:
                 slot.split()
@@ -466,7 +468,6 @@ class InBackward(When):
         self.backward, self.pass_number = None, 0
 
     def plan_given_up(self, anew: bool) -> None:
-        self.closing = None
         if anew and exchanges.survive is None:  # else what has been reduced is still to be stepped with
             self.reduced = 0
 

@@ -1,7 +1,8 @@
 """The synchroniser of one optimizer: the state of a step, from its first gradient to its last result.
 
 It owns slots, buckets, arrived gradients, pending copies and counters. The algorithm and the options have chosen its
-rule, for what is sent and how the answer is used (`update_rule.py`), and its time (`when.py`).
+rule, for what is sent and how the answer is used (`update_rule.py`), and its schedule (`step_schedule.py`), which calls
+it, and answers its questions (`ScheduleAnswers`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import contextlib
 import itertools
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from fusion_rt import codecs
+from fusion_rt import codecs, wire
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
@@ -27,19 +28,16 @@ from fusion_rt.torch.ops.digests import Digests
 from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync.active_plan import ActivePlan
-from fusion_rt.torch.sync.buckets import Bucket, BucketIO
+from fusion_rt.torch.sync.buckets import Bucket, BucketIO, BucketSchedule
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.gpu_selection import Selections
 from fusion_rt.torch.sync.on_device import Poster
 from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Mark, Named, Trained, are_shards
-from fusion_rt.torch.sync.slots import Slot, in_order
-from fusion_rt.torch.sync.when import When
+from fusion_rt.torch.sync.slots import GradientHooks, Slot, in_order
 from fusion_rt.tracing.format import Flush
 
 _WHEN_FULL = Flush.FULL
-_serial = itertools.count()
-_all: weakref.WeakSet[Synchroniser] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,56 @@ class OptimizerStatistics:
     last_waited_seconds: float
 
 
+class ScheduleAnswers(GradientHooks, BucketSchedule, Protocol):
+    """The answers of a schedule to its synchroniser, and the events that it learns of.
+
+    Attributes:
+        may_be_late: updates can be applied one step late.
+        slot_type: of the slots of parameters.
+    """
+
+    slot_type: type[Slot]
+    may_be_late: bool
+
+    def reduction(self) -> wire.Reduction:
+        """Returns the reduction to propose."""
+
+    def agreed(self, plan: wire.Plan) -> None:
+        """Called when ranks have agreed upon a plan, before it is made. An operation on all ranks. Raises `ValueError`
+        if this schedule cannot exchange its sparse gradients."""
+
+    def planned(self) -> None:
+        """Called when there is a new plan."""
+
+    def plan_given_up(self, anew: bool) -> None:
+        """Called before the plan is dropped. `anew`: because the membership has changed."""
+
+    def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
+        """Returns the urgency of each bucket, in the order of their arrival."""
+
+    def before_send(self, bucket: Bucket) -> None:
+        """Called before a bucket is sent."""
+
+    def ended(self) -> None:
+        """Called when a step has ended, well or not."""
+
+    def await_pending(self) -> None:
+        """Waits until nothing of earlier steps is being reduced."""
+
+    def finish(self) -> None:
+        """Applies updates that wait for the next forward pass. Raises `HorovodInternalError`."""
+
+    def alike(self) -> Mapping[str, torch.Tensor]:
+        """Returns the tensors that are the same on all ranks now, by names that are, too."""
+
+
 class Synchroniser:
     """Exchanges the gradients, or values, of one optimizer's parameters, step after step.
 
     Args:
         options: how.
         trained: the parameters to exchange; asked before each step.
-        when: makes the strategy that says when.
+        schedule: calls this, and answers its questions.
 
     Attributes:
         idle: no gradient has arrived since the last exchange.
@@ -85,17 +126,14 @@ class Synchroniser:
         after_step: called after each step, where there is something to do: ranks' parameters are compared, or the job
             goes on by another algorithm.
         replanning: replaces the plan by others, if anything does.
-        released: the optimizer is gone.
-        serial: in the order in which synchronisers were made.
         marks: of the parameters that are exchanged.
         slots: of all parameters that are exchanged.
     """
 
-    def __init__(self, options: Options, trained: Trained, when: Callable[[Synchroniser], When]) -> None:
+    def __init__(self, options: Options, trained: Trained, schedule: ScheduleAnswers) -> None:
         here, settings = runtime(), Settings.from_env()
-        self.options, self.trained = options, trained
+        self.options, self.trained, self.schedule = options, trained, schedule
         self.idle = True
-        self.released = False
         self.arrivals: list[Slot] = []
         self.poster = Poster()
         self.lost = ""
@@ -106,20 +144,17 @@ class Synchroniser:
         self.plan = ActivePlan(options, trained, self.checkpoint, self.selections)
         self.steps = Steps(here.trace)
         self.replanning = None if options.replanning is None else options.replanning()
-        self.serial = next(_serial)
         self._prioritises = settings.priority
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
         self.slots: Iterable[Slot] = ()
         self.marks: list[Mark] = []
         self._steps = self._steps_before = 0  # all, and those that ranks need not have taken together
         self._waited = self._last_waited = 0.0
-        self.when = when(self)
         self._digests = self._made_digests(settings.check_parameters)
         self.after_step: Callable[[], None] | None = None
-        if self._digests is not None and not self.when.delays:
+        if self._digests is not None and not self.schedule.delays:
             self.after_step = self.compare
-        self._io = BucketIO(options.rule, options.compressor, self.when)
-        _all.add(self)
+        self._io = BucketIO(options.rule, options.compressor, schedule)
         self.watch()
 
     @property
@@ -145,7 +180,6 @@ class Synchroniser:
             self._move_selections()
         self.idle = False
         self.steps.first_gradient()
-        self.when.stepped = False
 
     def _watch_anew(self, here: Runtime) -> None:
         """Drops the plan, and follows the parameters of now. Raises `ValueError` if one is another optimizer's."""
@@ -155,16 +189,21 @@ class Synchroniser:
         self.give_up_plan(here)
         self.watch()
 
-    def advance(self, bucket: Bucket) -> None:
+    def advance(self, bucket: Bucket, sends: bool = True, keeps: Bucket | None = None) -> None:
         """Sends a bucket that is complete, in the midst of a backward pass, which is not to be cut short: `submit`
-        raises what fails here."""
+        raises what fails here.
+
+        Args:
+            sends: else it is only noted that the bucket is complete.
+            keeps: this one is only sent by `submit`.
+        """
         if self.failure is not None:
             return
         try:
             bucket.note_full()
-            if self.when.eager:
+            if sends:
                 for full in (bucket,) if self.plan.node is None else self._full(bucket, self.plan.node):
-                    if full is not self.when.closing:
+                    if full is not keeps:
                         full.flush = _WHEN_FULL
                         self._send(full)
         except HorovodInternalError as error:
@@ -179,8 +218,10 @@ class Synchroniser:
             buckets: those of this step; all by default.
         """
         try:
-            if self.failure is not None or self.when.guarded or not self.plan.made:
-                self._prepare_to_send()
+            if self.failure is not None:
+                raise self.failure
+            if not self.plan.made:
+                self.make_plan()
             send = self._send if values else self._send_nothing
             for bucket in self.plan.buckets if buckets is None else buckets:
                 if not bucket.sent:
@@ -190,14 +231,6 @@ class Synchroniser:
         except BaseException:
             self.end_step()
             raise
-
-    def _prepare_to_send(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        if self.when.guarded:
-            self.when.unguard()
-        if not self.plan.made:
-            self.make_plan()
 
     def receive(self, share: float = 1.0, buckets: Sequence[Bucket] | None = None) -> None:
         """Waits for all that was sent (of these buckets), and puts results, multiplied by `share`, where they belong.
@@ -253,8 +286,7 @@ class Synchroniser:
             bucket.rewind()
         self.arrivals.clear()
         self.failure = None
-        if self.when.ended is not None:
-            self.when.ended()
+        self.schedule.ended()
         if self.options.compressor is not None:
             self._forget_compressed()
         self.idle = True
@@ -262,7 +294,7 @@ class Synchroniser:
     def _forget_compressed(self) -> None:
         for slot in self.slots:
             slot.compressed = None
-            if not self.when.keeps_context:
+            if not self.schedule.delays:  # they are needed when gradients land
                 slot.context = None
 
     def stepped(self, steps: int = 1) -> None:
@@ -286,7 +318,7 @@ class Synchroniser:
         assert self.replanning is not None
         if not (text := self.replanning.successor):
             return
-        self.when.finish()
+        self.schedule.finish()
         ranks = self.options.process_set
         present = allreduce(torch.ones(1), name=f"{self.name}.successor", op=Sum, process_set=ranks)
         if int(present) < (ranks.size() or 1):  # the others have joined, and would not know of it
@@ -299,12 +331,12 @@ class Synchroniser:
         """Compares what all ranks have alike now, if that is due. `ahead`: exchanges that have not been applied."""
         exchange = self.exchanges - ahead
         if self._digests is not None and exchange >= self._digests.due and self.plan.made and self._slots:
-            self._digests.note(exchange, self.name, self.when.alike)
+            self._digests.note(exchange, self.name, self.schedule.alike)
 
     def _made_digests(self, every: int) -> Digests | None:
         """Returns the comparison of what ranks have alike; None if it is not asked for, or they never have."""
         optimizer, asked = self.trained.optimizer(), every != Settings().check_parameters
-        if not every or not self.when.hears or optimizer is None or are_shards(optimizer):
+        if not every or not self.schedule.hears or optimizer is None or are_shards(optimizer):
             return None
         algorithm, codec = self.options.algorithm, codecs.parse(self.options.reduction.codec)
         if algorithm.at_homes and not asked:
@@ -330,8 +362,7 @@ class Synchroniser:
     def _send(self, bucket: Bucket) -> None:
         if self.replanning is not None:
             self.replanning.sent()
-        if self.when.sending is not None:
-            self.when.sending(bucket)
+        self.schedule.before_send(bucket)
         with self.poster.alone:
             bucket.send()
             if bucket.copying is not None and not bucket.post(wait=False):
@@ -353,8 +384,6 @@ class Synchroniser:
 
     def watch(self) -> None:
         """Has a slot for each parameter that is trained, in their order, and for no other."""
-        if self._slots:
-            self.when.watched()
         known, self._slots = self._slots, {}
         self.slots = self._slots.values()
         for named in self.trained.named():
@@ -367,15 +396,15 @@ class Synchroniser:
             slot.forget()
 
     def _slot(self, named: Named) -> Slot:
-        slot = self.when.slot(named)
+        slot = self.schedule.slot_type(self.schedule, named)
         slot.direct = self._io.is_direct(slot)
         return slot
 
     def propose(self) -> None:
         """Asks for a plan if there is none, and does not wait for it."""
         if not self.plan.made:
-            may_be_late = self.when.may_be_late
-            self.plan.propose(self._in_order(), self.when.reduction(), self.replanning, may_be_late)
+            may_be_late = self.schedule.may_be_late
+            self.plan.propose(self._in_order(), self.schedule.reduction(), self.replanning, may_be_late)
 
     def is_planned(self) -> bool:
         """Tells whether `submit` can go on without waiting for a plan."""
@@ -390,24 +419,21 @@ class Synchroniser:
         if self.replanning is not None:
             self.replanning.planned(plan)
             self.checkpoint.use(plan.reduction.codec)
-            self.when.tuned(plan.tuning)
             if plan.tuning is not None and plan.tuning.then:
                 self.after_step = self._go_on
         order = self._in_order()
-        for tensor in plan.sparse:
-            self.when.check_sparse(order[tensor.name])
-        self.when.agreed()
+        self.schedule.agreed(plan)
         self.plan.make(plan, order, self._io)
         for slot in self.slots:
             slot.follow()
         self.prioritise()
         self._move_selections()
-        self.when.planned()
+        self.schedule.planned()
 
     def give_up_plan(self, here: Runtime) -> None:
         """Drops the plan. `here`: the membership that the next one will belong to."""
         anew = here is not self.plan.here
-        self.when.plan_given_up(anew)
+        self.schedule.plan_given_up(anew)
         for slot in self.slots:
             slot.displace()
         self.poster.clear()
@@ -442,7 +468,7 @@ class Synchroniser:
         Raises:
             ValueError: gradients are under way.
         """
-        self.when.finish()
+        self.schedule.finish()
         if not self.checkpoint.remembers or not self._slots or not is_initialized():
             return None
         if any(bucket.sent for bucket in self.plan.buckets):
@@ -455,13 +481,11 @@ class Synchroniser:
         """Sets the buckets' urgencies by the order in which their results are needed."""
         if self._prioritises:
             dense = [bucket for bucket in self.plan.buckets if not bucket.sparse]
-            for bucket, urgency in zip(dense, self.when.urgencies(dense), strict=True):
+            for bucket, urgency in zip(dense, self.schedule.urgencies(dense), strict=True):
                 bucket.urgency = urgency
 
     def release(self) -> None:
         """Releases all slots of a deleted optimizer. Called by a finalizer, and so at any moment: sends nothing."""
-        self.released = True
-        self.when.released()
         for slot in self.slots:
             slot.forget()
         self._slots.clear()
@@ -474,22 +498,5 @@ class Synchroniser:
         """Moves selection to this worker, or to its daemon if other workers of the node contribute to it, too."""
         mine = self.plan.made and (self.plan.node is None or self.plan.node.reduces)
         if self.selections.buckets and self.selections.here != mine:
-            self.when.await_pending()
+            self.schedule.await_pending()
             self.selections.move(self.plan.where(), mine)
-
-
-def everyone() -> list[Synchroniser]:
-    """Returns the synchronisers of all optimizers in the order of their creation, the same on all ranks."""
-    return [sync for sync in _in_order() if sync.plan.is_named]
-
-
-def enter_all(here: Runtime) -> None:
-    """Moves all optimizers to a membership, in the order of their creation, which names their plans: a new worker makes
-    its own in the same order."""
-    for sync in _in_order():
-        if list(sync.slots):
-            sync.enter(here)
-
-
-def _in_order() -> list[Synchroniser]:
-    return sorted((sync for sync in _all if not sync.released), key=lambda sync: sync.serial)

@@ -19,8 +19,8 @@ from fusion_rt.torch.sync.checkpoint import KEY
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Trained, TrainedShards, are_shards
 from fusion_rt.torch.sync.scales.conversion import checked_scale
+from fusion_rt.torch.sync.step_schedule import Schedule
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser
-from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Kind
 
 _OWN = "fusion_rt_local"
@@ -47,7 +47,8 @@ class Wrapped(torch.optim.Optimizer):
     process_set: ProcessSet
     _script_class: type[torch.optim.Optimizer]
     _script_optimizer: torch.optim.Optimizer
-    _sync: Synchroniser
+    _schedule: Schedule
+    _sync: Synchroniser  # the schedule's
     _released: Any  # the finalizer
     _parameter_names: dict[torch.Tensor, str]
 
@@ -60,10 +61,9 @@ class Wrapped(torch.optim.Optimizer):
             HorovodInternalError: an exchange failed, on all ranks.
             ValueError: what the script has done since the last step cannot be followed; the sentence says why.
         """
-        sync = self._sync
-        result = sync.when.step(self, closure)
-        if sync.after_step is not None:
-            sync.after_step()
+        result = self._schedule.step(self, closure)
+        if self._sync.after_step is not None:
+            self._sync.after_step()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
@@ -76,7 +76,7 @@ class Wrapped(torch.optim.Optimizer):
         Raises:
             HorovodInternalError: a reduction failed, on all ranks.
         """
-        self._sync.when.synchronize()
+        self._schedule.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Inside this context `step` does not call `synchronize`, as scripts for Horovod have it::
@@ -86,7 +86,7 @@ class Wrapped(torch.optim.Optimizer):
         with optimizer.skip_synchronize():
             optimizer.step()
         """
-        return self._sync.when.skip_synchronize()
+        return self._schedule.skip_synchronize()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Resets gradients as the script's optimizer does, by its arguments and their defaults. If the last
@@ -97,9 +97,7 @@ class Wrapped(torch.optim.Optimizer):
             AssertionError: gradients are being reduced.
             HorovodInternalError: the job has failed.
         """
-        zeroed = self._sync.when.zeroed
-        if zeroed is not None:
-            zeroed()
+        self._schedule.zeroed()
         super().zero_grad(*args, **kwargs)
 
     def reseed(self) -> None:
@@ -113,29 +111,29 @@ class Wrapped(torch.optim.Optimizer):
             HorovodInternalError: it failed.
             ValueError: an update still waits, with `overlap`, and the script has set one of its parameters.
         """
-        self._sync.when.reseed()
+        self._schedule.reseed()
 
     def drain(self) -> None:
         """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
-        self._sync.when.drain()
+        self._schedule.drain()
 
     @property
     def backward_passes_per_step(self) -> int:
-        return self._sync.when.passes
+        return self._schedule.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sets how many backward passes are accumulated before gradients are reduced, from the next step on."""
-        self._sync.when.set_passes(checked_passes(passes))
+        self._schedule.set_passes(checked_passes(passes))
 
     @property
     def samples(self) -> int:
-        return self._sync.when.samples
+        return self._schedule.samples
 
     @samples.setter
     def samples(self, count: int) -> None:
         if count < 1:
             raise ValueError(f"gradients come from at least one sample, not {count}")
-        self._sync.when.samples = count
+        self._schedule.samples = count
 
     @property
     def loss_scale(self) -> float | None:
@@ -164,27 +162,26 @@ class Wrapped(torch.optim.Optimizer):
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the `state_dict` of the script's optimizer, after updates that wait."""
-        self._sync.when.finish()
+        self._schedule.finish()
         return super().state_dict()
 
     def own_state(self) -> dict[str, Any] | None:
         """Returns the number of local steps and the outer optimizer, the same on all ranks; None if there are none."""
-        return self._sync.when.own_state()
+        return self._schedule.own_state()
 
     def load_own_state(self, own: dict[str, Any] | None) -> None:
         """Resumes from an `own_state` and the parameters that belong to it."""
         if own is not None:
-            self._sync.when.load_own_state(own)
+            self._schedule.load_own_state(own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a `state_dict`; gradients that have arrived since the last step are forgotten."""
-        when = self._sync.when
-        when.finish_or_drop()
-        when.discard()
+        self._schedule.finish_or_drop()
+        self._schedule.discard()
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in (KEY, _OWN)})
         if KEY in state_dict:
             self._sync.checkpoint.load_codec_state(state_dict[KEY])
-            when.homes_are_loaded()
+            self._schedule.homes_are_loaded()
         self.load_own_state(state_dict.get(_OWN))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,10 +199,10 @@ class Wrapped(torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         """Pickles or copies the script's optimizer, with its state, without the connection. The copy, whose parameters
         are others, has to be wrapped again."""
-        self._sync.when.finish()
+        self._schedule.finish()
         return _new, (self._script_class,), self.__getstate__()
 
-    # --- for the synchroniser -----------------------------------------------------------------------------------------
+    # --- for the schedule ---------------------------------------------------------------------------------------------
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes the script's optimizer's step, and records it."""
@@ -243,7 +240,8 @@ def wrap(
     names: dict[torch.Tensor, str],
     together: dict[torch.Tensor, int],
     options: Options,
-    when: Callable[[Synchroniser], When],
+    kind: type[Schedule],
+    passes: int,
 ) -> Any:
     """Makes an optimizer distributed.
 
@@ -252,7 +250,8 @@ def wrap(
         names: of its parameters.
         together: numbers of the groups of those that are reduced together.
         options: how its parameters are exchanged.
-        when: makes the strategy that decides when it exchanges.
+        kind: of schedule.
+        passes: backward passes that make up a gradient.
     """
     script_class = type(optimizer)
     space = {"__module__": "fusion_rt.torch.optimizer", "_script_class": script_class}
@@ -263,37 +262,36 @@ def wrap(
     wrapped.__dict__.pop("step", None)  # an LR scheduler puts a wrapper there, bound to the original
     wrapped._script_optimizer, wrapped._parameter_names = optimizer, names
     trained = (TrainedShards if are_shards(optimizer) else Trained)(weakref.ref(wrapped), together, options.process_set)
-    _synchronise(wrapped, Synchroniser(options, trained, when))
+    _follow(wrapped, kind(options, trained, passes))
     return wrapped
 
 
-def rewrap(wrapped: Any, options: Options, when: Callable[[Synchroniser], When]) -> None:
+def rewrap(wrapped: Any, options: Options, kind: type[Schedule]) -> None:
     """Has a distributed optimizer exchange otherwise from the next step on. To be called on all ranks, between steps,
     when nothing is under way.
 
     Args:
-        options, when: as those of `wrap`.
+        options, kind: as those of `wrap`.
     """
-    before: Synchroniser = wrapped._sync
+    before: Schedule = wrapped._schedule
     wrapped._released.detach()
-    for slot in before.slots:
+    for slot in before.sync.slots:
         gradient = slot.parameter.grad
         if gradient is not None and not gradient.is_sparse:
             slot.parameter.grad = gradient.clone()  # the arena's memory is another optimizer's soon
     before.release()
-    _synchronise(wrapped, Synchroniser(options, before.trained, when))
-    wrapped._sync.when.samples = before.when.samples
-    wrapped.loss_scale = before.checkpoint.units.said
-    wrapped._sync.when.set_passes(before.when.passes)
+    _follow(wrapped, kind(options, before.sync.trained, before.passes))
+    wrapped._schedule.samples = before.samples
+    wrapped.loss_scale = before.sync.checkpoint.units.said
 
 
-def _synchronise(wrapped: Any, sync: Synchroniser) -> None:
-    wrapped._sync = sync
+def _follow(wrapped: Any, schedule: Schedule) -> None:
+    wrapped._schedule, wrapped._sync = schedule, schedule.sync
     scaled = vars(wrapped._script_optimizer).get(_SCALED, False)  # torch's fused optimizers have it
-    setattr(wrapped, _SCALED, scaled or sync.when.own_gradients)
-    if sync.when.delays or hasattr(wrapped, "synchronize_parameters"):
-        wrapped.synchronize_parameters = sync.when.finish
-    wrapped._released = weakref.finalize(wrapped, sync.release)
+    setattr(wrapped, _SCALED, scaled or schedule.own_gradients)
+    if schedule.delays or hasattr(wrapped, "synchronize_parameters"):
+        wrapped.synchronize_parameters = schedule.finish
+    wrapped._released = weakref.finalize(wrapped, schedule.release)
     wrapped._released.atexit = False
 
 

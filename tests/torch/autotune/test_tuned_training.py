@@ -225,7 +225,7 @@ def test_auto_changes_when_updates_are_applied_only_where_that_was_asked() -> No
     _, optimizer = trained(range(2), {"FUSION_AUTO": "async", **few})
     assert hasattr(optimizer, "synchronize_parameters")
     model, optimizer = trained(range(30), {"FUSION_AUTO": "async", **few}, compression="fp16", overlap="stale")
-    assert {type(optimizer._sync.when), optimizer._sync.plan.agreed.reduction.codec} == {AfterStep, "fp16"}, "as asked"
+    assert {type(optimizer._schedule), optimizer._sync.plan.agreed.reduction.codec} == {AfterStep, "fp16"}, "as asked"
     assert_equal_on_all_ranks(model)
 
 

@@ -24,8 +24,8 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic import survival
 from fusion_rt.torch.elastic.survival import Conclusion, RankReport, conclude
 from fusion_rt.torch.sync.overlap.pending_gradients import PendingGradients
+from fusion_rt.torch.sync.step_schedule import Outcome
 from fusion_rt.torch.sync.synchroniser import Synchroniser
-from fusion_rt.torch.sync.when import Outcome
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 
 HERE = {"a": 3}
@@ -369,7 +369,7 @@ def train_by(worker: Worker, script: str, faults: Sequence[Fault]) -> Any:
             state.step += 1
 
     run(state)
-    found: list[Any] = [calls[0], scaler.state_dict(), len(losses), optimizer._sync.when.passes_left]
+    found: list[Any] = [calls[0], scaler.state_dict(), len(losses), optimizer._schedule.passes_left]
     for one in (*model.parameters(), *other.parameters()):
         found.append(one.detach().tolist())
     for one in (optimizer, second):

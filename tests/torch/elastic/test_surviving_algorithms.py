@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.step_schedule import Schedule
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from tests.torch.elastic.jobs import ElasticJob, Hand, Worker, same
 from tests.torch.elastic.test_survival import before, once, pretend
@@ -255,7 +256,7 @@ def lose_at(worker: Worker, point: str, kind: str, sync: Synchroniser) -> None:
     def answered(call: Callable[[], Any]) -> None:
         sync.await_results()
         sync.await_sent()
-        worker.say([] if sync.when.local else list(SHAPES))
+        worker.say([] if cast(Schedule, sync.schedule).local else list(SHAPES))
         worker.listen()  # until others that are to have theirs have them
         die()
 

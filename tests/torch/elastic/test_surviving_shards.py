@@ -17,8 +17,8 @@ from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.elastic.survival import Conclusion, RankReport, conclude
 from fusion_rt.torch.sync.checkpoint import why_only_at_commits
 from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.step_schedule import Outcome, ShardClock
 from fusion_rt.torch.sync.synchroniser import Synchroniser
-from fusion_rt.torch.sync.when import Outcome, ShardClock
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 from tests.torch.elastic.test_survival import before, once, received
 

@@ -259,7 +259,7 @@ def _said(options: dict[str, Any], flips_at: int) -> list[str]:
 def _flip(optimizer: Any, parameter: torch.Tensor, algorithm: str) -> None:
     """Flips a bit of what is to be the same on all ranks."""
     sync = optimizer._sync
-    sync.when.finish()
+    optimizer._schedule.finish()
     slot = next(slot for slot in sync.slots if slot.parameter is parameter)
     if slot.start is not None and "loco" in algorithm:
         flip_bit(slot.start)  # one of the parameter would be taken for this rank's local step

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_rt.torch as hvd
 from fusion_rt.torch.core import basics
-from fusion_rt.torch.sync.when import Outcome
+from fusion_rt.torch.sync.step_schedule import Outcome
 from tests.harness import Job, on_ranks
 from tests.torch.training import (
     MakeOptimizer,
@@ -618,11 +618,11 @@ def test_a_rank_that_hears_of_the_others_results_goes_on_with_them_to_the_next_p
     train(model, optimizer, range(1))
     loss_of(model, my_batch(1)).backward()
     if hvd.rank() == 0:
-        optimizer._sync.when.note_known(Outcome.REFUSED)
+        optimizer._schedule.note_known(Outcome.REFUSED)
         for parameter in model.parameters():
             assert parameter.grad.isinf().all()
             assert not parameter.grad.requires_grad
             parameter.grad = None
     loss_of(model, my_batch(2)).backward()
-    assert optimizer._sync.when.reduced == 2
+    assert optimizer._schedule.reduced == 2
     optimizer.step()

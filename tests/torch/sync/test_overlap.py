@@ -48,7 +48,7 @@ def distributed(model: torch.nn.Module, overlap: str, make: MakeOptimizer = sgd,
 
 
 def waits(optimizer: Any) -> bool:
-    found: bool = bool(optimizer._sync.when._pending)
+    found: bool = bool(optimizer._schedule._pending)
     return found
 
 
@@ -844,7 +844,7 @@ def test_the_exchange_of_an_update_that_waits_has_ended_when_that_is_applied() -
     model = make_model()
     optimizer = distributed(model, "forward")
     train(model, optimizer, range(2))
-    when = optimizer._sync.when
+    when = optimizer._schedule
     assert when._pending
     under_way, exchanges.last = when._under_way, ()
     assert not under_way.is_done
@@ -862,7 +862,7 @@ def test_a_step_that_is_left_out_has_ended_on_all_ranks_and_leaves_no_gradient()
     optimizer.synchronize_parameters()
     before, sync = bits(model), optimizer._sync
     sync.begin()
-    sync.when._leave_out(exchanges.begin([sync.when]))
+    optimizer._schedule._leave_out(exchanges.begin([optimizer._schedule]))
     assert sync.idle
     assert all(parameter.grad is None for parameter in model.parameters())
     assert_bitwise(model, before)

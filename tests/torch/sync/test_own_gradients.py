@@ -449,7 +449,7 @@ def test_a_rank_knows_how_many_of_its_contributions_shards_have_answered() -> No
     """By that it tells, after a loss, which steps shards that outlive it have taken."""
     model = make_model()
     optimizer: Any = hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters(), algorithm="bsp")
-    when = optimizer._sync.when
+    when = optimizer._schedule
     assert when.shard_clock() is None, "these shards outlive nothing"
     optimizer._sync.checkpoint.outlives = True
     for steps in range(3):

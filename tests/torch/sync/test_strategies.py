@@ -17,7 +17,7 @@ from fusion_rt.torch.sync import active_plan, backward, parameters
 from fusion_rt.torch.sync.parameters import TrainedShards
 from fusion_rt.torch.sync.scales.conversion import Units
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.when import When
+from fusion_rt.torch.sync.step_schedule import Schedule
 from fusiond.control.planning import make_plan
 from tests.for_each import for_each
 
@@ -25,17 +25,17 @@ from tests.for_each import for_each
 def test_whoever_leads_after_a_join_leads_on_as_long_as_it_has_missed_nothing() -> None:
     """`leader` is what optimizers go on from, so that it has to be the same on all ranks, and one that was not behind
     in the exchanges before either."""
-    when: Any = When(SimpleNamespace(serial=0), passes=1)
-    when.note_missed({0: 3, 1: 3}, mine=0)
-    assert (when.leader, when.behind) == (None, False)
-    when.note_missed({0: 2, 1: 3, 2: 3}, mine=0)
-    assert (when.leader, when.behind) == (1, True)
-    when.note_missed({0: 5, 1: 5, 2: 4}, mine=0)
-    assert (when.leader, when.behind) == (1, True), "rank 0 has missed one before"
-    when.note_missed({0: 5, 1: 4, 2: 5}, mine=0)
-    assert when.leader == 0
-    when.settled()
-    assert (when.leader, when.behind) == (None, False)
+    schedule = object.__new__(Schedule)  # this is all that it is about
+    schedule.note_missed({0: 3, 1: 3}, mine=0)
+    assert (schedule.leader, schedule.behind) == (None, False)
+    schedule.note_missed({0: 2, 1: 3, 2: 3}, mine=0)
+    assert (schedule.leader, schedule.behind) == (1, True)
+    schedule.note_missed({0: 5, 1: 5, 2: 4}, mine=0)
+    assert (schedule.leader, schedule.behind) == (1, True), "rank 0 has missed one before"
+    schedule.note_missed({0: 5, 1: 4, 2: 5}, mine=0)
+    assert schedule.leader == 0
+    schedule.settled()
+    assert (schedule.leader, schedule.behind) == (None, False)
 
 
 class Participant:

@@ -11,9 +11,10 @@ from fusion_rt import wire
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.at_step.local_steps import LocalSteps
 from fusion_rt.torch.sync.at_step.outer_optimizer import FromStart, anchor
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Synchroniser
-from fusion_rt.torch.sync.when import TOO_MANY, When
+from fusion_rt.torch.sync.step_schedule import TOO_MANY, Schedule
 
 
 class CombinedSteps(FromStart):
@@ -37,8 +38,8 @@ class AdasumAtStep(LocalSteps):
 
     own_gradients = local = False
 
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        super().__init__(sync, passes)
+    def __init__(self, options: Options, trained: Trained, passes: int) -> None:
+        super().__init__(options, trained, passes)
         self.survives = False  # the steps of this rank are not taken back
 
     def arrived(self, slot: Slot) -> None:
@@ -67,7 +68,7 @@ class AdasumAtStep(LocalSteps):
         return None
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
-        return When.terms(self, slots)
+        return Schedule.terms(self, slots)
 
     @property
     def _leaves_out_joined(self) -> bool:

@@ -20,12 +20,12 @@ from fusion_rt.client import terms
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.sync.at_step.at_step import AtStep
 from fusion_rt.torch.sync.exchanges import exchanges
-from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Trained, arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.step_schedule import Closure, Outcome
 from fusion_rt.torch.sync.update_rule import ToParameters
 from fusion_rt.torch.sync.weights import not_finite
-from fusion_rt.torch.sync.when import Closure, Outcome
 
 
 class OfGradients(ToParameters):
@@ -39,8 +39,8 @@ class AtHomes(AtStep):
     """Posts gradients to homes, which take the steps, and takes the parameters that come back. The script's optimizer
     only says how: its class, its arguments, and its learning rates, which go along with each gradient."""
 
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        super().__init__(sync, passes)
+    def __init__(self, options: Options, trained: Trained, passes: int) -> None:
+        super().__init__(options, trained, passes)
         self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
@@ -121,7 +121,7 @@ class AtHomes(AtStep):
         self._arguments = arguments_of(optimizer)
         return msgspec.structs.replace(super().reduction(), optimizer=optimizer_spec(optimizer))
 
-    def agreed(self) -> None:
+    def agreed(self, plan: wire.Plan) -> None:
         state = self.sync.trained.optimizer().state
         self.sync.checkpoint.begin_homes(state)
         state.clear()  # homes have it from now on

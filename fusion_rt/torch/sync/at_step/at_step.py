@@ -1,4 +1,4 @@
-"""The strategy of exchanges at `step()`: the part that `at_homes` and `local_steps` share.
+"""The schedule of exchanges at `step()`: the part that `at_homes` and `local_steps` share.
 
 Until `step()`, `p.grad` is what it is in one process, so that it can be accumulated, unscaled and clipped as there. A
 `GradScaler` has `step()` called in any case, as with torch's fused optimizers (`_step_supports_amp_scaling`), so that a
@@ -26,10 +26,11 @@ from fusion_rt.torch.core.runtime import is_initialized, runtime
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.step_schedule import Schedule, ShardClock
 from fusion_rt.torch.sync.weights import Weights
-from fusion_rt.torch.sync.when import ShardClock, When
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -50,18 +51,17 @@ class Outstanding:
     contributors: int | None = None
 
 
-class AtStep(When):
+class AtStep(Schedule):
     """Exchanges when the script calls `step()`, or every so many times: what both kinds of that have in common."""
 
-    sync: Synchroniser
     own_gradients = True
 
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        super().__init__(sync, passes)
-        self._algorithm = sync.options.algorithm
+    def __init__(self, options: Options, trained: Trained, passes: int) -> None:
+        super().__init__(options, trained, passes)
+        self._algorithm = options.algorithm
         # Homes are dealt anew in another membership, empty, unless they outlive this one; and of what is answered
         # later, ranks that have to be alike may have taken different parts when one is lost.
-        self.survives = sync.checkpoint.outlives or not (self._algorithm.at_homes or self._algorithm.overlaps)
+        self.survives = self.sync.checkpoint.outlives or not (self._algorithm.at_homes or self._algorithm.overlaps)
         self._clock = ShardClock(0, 0, 0, self._algorithm.synchronous)
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
         self._flights: list[Outstanding] = []  # in the order in which they were posted
@@ -90,15 +90,13 @@ class AtStep(When):
         have changed this is an operation on all ranks."""
         if self._flights:
             self._forget_left()
-        if self.sync.trained.has_changed(self.sync.marks):
-            self._watch_anew(self.sync)
-
-    def _watch_anew(self, sync: Synchroniser) -> None:
-        if sync.is_of(runtime()):
+        if not self.sync.trained.has_changed(self.sync.marks):
+            return
+        if self.sync.is_of(runtime()):
             self._collect()
-            sync.checkpoint.move()
-        sync.give_up_plan(runtime())
-        sync.watch()
+            self.sync.checkpoint.move()
+        self.sync.give_up_plan(runtime())
+        self.sync.watch()
 
     def _forget_left(self) -> None:
         """Forgets what is under way in a job that this process has left (`hvd.shutdown`): nobody answers."""

@@ -27,10 +27,11 @@ from fusion_rt.torch.ops.signatures import Sum
 from fusion_rt.torch.sync.at_step.at_step import AtStep, Outstanding
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.step_schedule import Closure
 from fusion_rt.torch.sync.update_rule import ToParameters
-from fusion_rt.torch.sync.when import Closure
 
 _MAX_WEIGHT = (1 << 48) - 1  # that a message holds: of 16 million samples at once
 
@@ -47,8 +48,8 @@ class LocalSteps(AtStep):
 
     local = True
 
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        super().__init__(sync, passes)
+    def __init__(self, options: Options, trained: Trained, passes: int) -> None:
+        super().__init__(options, trained, passes)
         self._taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
         self._seen = 0  # samples in these steps
         self._sent: dict[str, tuple[int, int]] = {}  # of each parameter: both numbers, as of its last post
@@ -193,6 +194,7 @@ class LocalSteps(AtStep):
         self._weights.forget()
 
     def rejoin(self, own: Mapping[str, Any]) -> None:
+        """Goes on after a join of all ranks, with the `own_state` of the one that joined last."""
         if not self._algorithm.synchronous:  # each rank has an outer state of its own
             own = {"taken": own["taken"]}
-        super().rejoin(own)
+        self.load_own_state(own)

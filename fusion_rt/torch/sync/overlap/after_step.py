@@ -27,38 +27,35 @@ from fusion_rt.torch.core import watching
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.in_backward import InBackward
+from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.overlap.pending_gradients import PendingGradients, make_guard
 from fusion_rt.torch.sync.overlap.updates import Update
 from fusion_rt.torch.sync.overlap.uses import Uses
+from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Synchroniser
-from fusion_rt.torch.sync.when import Closure, Outcome
+from fusion_rt.torch.sync.step_schedule import Closure, Outcome
 from fusion_rt.tracing.format import Kind
 
 
 class AfterStep(InBackward):
-    """Reduces gradients while the script goes on, and applies them after `step()` has returned.
+    """Reduces gradients while the script goes on, and applies them when the next forward pass needs them."""
 
-    Args:
-        sync: the synchroniser.
-        passes: backward passes that make up a gradient.
-        late: updates are applied one step late; else when the next forward pass needs them.
-
-    """
-
-    keeps_context = True  # needed when gradients land
     delays = True
+    asked_late = False  # updates are applied one step late
 
-    def __init__(self, sync: Synchroniser, passes: int, late: bool) -> None:
-        super().__init__(sync, passes)
-        self.eager = self.may_be_late = not late
-        self._asked_late = self._late = late
+    def __init__(self, options: Options, trained: Trained, passes: int) -> None:
+        super().__init__(options, trained, passes)
+        self._late = self.asked_late
+        self.eager = self.may_be_late = not self._late
+        self._stepped = False  # a step has been asked for, and, as far as is known, nothing computed for the next one
+        self._guarded: list[tuple[Slot, torch.Tensor | None]] = []  # whose `p.grad` is a guard, and their gradients
         self._uses = Uses()
         self._update: Update | None = None  # that waits
         self._pending: dict[int, PendingGradients] = {}  # by id of each of their parameters
         self._last: PendingGradients | None = None  # the plan's last, which fails if a rank has given the step up
         self._under_way: Exchange | None = None  # in which they are reduced, until it is known how that has ended
         self._applying = False
+        self._marks = self.sync.marks  # of the parameters whose uses are known
         self._marked = 0  # times that parameters were marked
         self._lock = threading.RLock()  # forward passes may run on several threads
         watching.watch(self)
@@ -104,7 +101,7 @@ class AfterStep(InBackward):
             if sync.idle:
                 self._admit_own()
                 sync.begin()
-            sync.submit()
+            self._submit()
             pending = [PendingGradients([s.parameter for s in b.slots], b, b.hand_over()) for b in sync.plan.buckets]
             sync.stepped()
         except HorovodInternalError as error:
@@ -117,7 +114,7 @@ class AfterStep(InBackward):
         self._under_way = exchange if pending else None
         if not pending:
             exchanges.end(exchange)
-        self.stepped = True
+        self._stepped = True
         sync.note_waited(began)
         if sync.replanning is not None:
             sync.note_step(all_here=False)
@@ -136,13 +133,13 @@ class AfterStep(InBackward):
             self.sync.end_step()
         for parameter in Update(self.sync.trained.optimizer()).parameters():
             parameter.grad = None
-        self.stepped, self._is_left_out = True, False
+        self._stepped, self._is_left_out = True, False
 
     def _hold(self, optimizer: Any) -> None:
         """Has the optimizer's step taken with the gradients that there are."""
         self.finish()
         self.sync.compare(ahead=self.reduced)
-        self.stepped = True
+        self._stepped = True
         update = Update(optimizer)
         parameters = [parameter for parameter in update.parameters() if parameter.grad is not None]
         if parameters:
@@ -160,6 +157,9 @@ class AfterStep(InBackward):
             each.mark(self.finish, self._marked)
         self._marked += 1
         watching.watch(self)
+        marks, self._marks = self._marks, self.sync.marks
+        if marks and marks is not self._marks:  # the set of parameters has changed
+            self._uses.restart()
         if self._uses.recording:
             self._uses.conclude([slot.parameter for slot in self.sync.slots])
             self.sync.prioritise()
@@ -332,7 +332,7 @@ class AfterStep(InBackward):
             self._land_all_of(module)
             return
         needed = [id(parameter) for parameter in module._parameters.values() if id(parameter) in self._pending]
-        self.stepped = self.stepped and not needed
+        self._stepped = self._stepped and not needed
         if self._late:
             return
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
@@ -377,7 +377,7 @@ class AfterStep(InBackward):
         """Reduces the gradients after a backward pass, and waits for it, so that they can be looked at and changed; to
         be used with `skip_synchronize`. Between `step()` and the next forward pass applies the update, as
         `synchronize_parameters` does anywhere. Raises `HorovodInternalError`."""
-        if self.sync.idle and self.stepped and all(slot.parameter.grad is None for slot in self.sync.slots):
+        if self.sync.idle and self._stepped and all(slot.parameter.grad is None for slot in self.sync.slots):
             self.finish()
         else:
             super().synchronize()
@@ -411,12 +411,12 @@ class AfterStep(InBackward):
         for slot in self.sync.slots:
             if slot.guard is None:
                 slot.guard = make_guard(slot, self._await_gradients)
-            self.guarded.append((slot, slot.parameter.grad))
+            self._guarded.append((slot, slot.parameter.grad))
             slot.parameter.grad, slot.closed = slot.guard, True
 
     def _submit_early(self) -> None:
         try:
-            self.sync.submit()
+            self._submit()
         except HorovodInternalError as error:
             if exchanges.survive is None:
                 raise
@@ -427,9 +427,15 @@ class AfterStep(InBackward):
         if not (self.sync.idle or self._applying) and self.passes_left <= 0:
             self._reduce()
 
-    def unguard(self) -> None:
-        while self.guarded:
-            slot, gradient = self.guarded.pop()
+    def _submit(self) -> None:
+        if self._guarded and self.sync.failure is None:
+            self._unguard()
+        super()._submit()
+
+    def _unguard(self) -> None:
+        """Puts this rank's gradients back where guards are, before the unsent rest of this step is sent."""
+        while self._guarded:
+            slot, gradient = self._guarded.pop()
             if slot.parameter.grad is slot.guard:
                 slot.parameter.grad = gradient
                 slot.closed = slot.bucket is not None and slot.bucket.sent
@@ -439,22 +445,24 @@ class AfterStep(InBackward):
                     "overlap, call optimizer.synchronize() after backward() first"
                 )
 
-    # --- what the synchroniser says -----------------------------------------------------------------------------------
+    # --- answers to the synchroniser ----------------------------------------------------------------------------------
 
     def ended(self) -> None:
-        guarded, self.guarded = self.guarded, []
+        self._stepped = self._stepped and self.sync.idle
+        guarded, self._guarded = self._guarded, []
         for slot, gradient in guarded:
             if slot.parameter.grad is slot.guard:
                 slot.parameter.grad = gradient
         super().ended()
 
-    def released(self) -> None:
+    def release(self) -> None:
         watching.unwatch(self)
         self._uses.release()
+        super().release()
 
-    def sending(self, bucket: Bucket) -> None:
+    def before_send(self, bucket: Bucket) -> None:
         self._land_of(id(bucket.slots[0].parameter))  # if no forward pass has asked for it: its place is needed now
-        super().sending(bucket)
+        super().before_send(bucket)
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
         """Orders buckets as the next forward pass needs them; `step()` waits for what nobody was seen to use. Until
@@ -466,23 +474,24 @@ class AfterStep(InBackward):
         order = sorted(range(len(buckets)), key=lambda index: (first[index], -index))
         return [1 + order.index(index) for index in range(len(buckets))]
 
-    def watched(self) -> None:
-        self._uses.restart()
-        watching.watch(self)
-
-    def tuned(self, tuning: wire.Tuning | None) -> None:
-        late = None if tuning is None else tuning.late
-        self._late = self._asked_late if late is None else late
+    def agreed(self, plan: wire.Plan) -> None:
+        late = None if plan.tuning is None else plan.tuning.late
+        self._late = self.asked_late if late is None else late
         self.eager = not self._late
-
-    def check_sparse(self, slot: Slot) -> None:
-        raise ValueError(
-            f"the gradient of {slot.name!r} is sparse, and overlap cannot apply sparse gradients later; use "
-            "sparse_as_dense=True, or overlap='none' for this optimizer"
-        )
+        if plan.sparse:
+            raise ValueError(
+                f"the gradient of {plan.sparse[0].name!r} is sparse, and overlap cannot apply sparse gradients later; "
+                "use sparse_as_dense=True, or overlap='none' for this optimizer"
+            )
 
     def plan_given_up(self, anew: bool) -> None:
         with self._lock:
             for each in dict.fromkeys(self._pending.values()):
                 each.leave_arena()
         super().plan_given_up(anew)
+
+
+class OneStepLate(AfterStep):
+    """Applies updates one step late."""
+
+    asked_late = True

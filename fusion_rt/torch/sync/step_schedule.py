@@ -1,12 +1,14 @@
-"""The strategy that decides when an optimizer's synchroniser exchanges: its interface, and what most strategies have.
+"""The schedule of an optimizer: when its synchroniser exchanges, and what `step()` and its like do.
 
-Strategies are in `in_backward.py`, `overlap/after_step.py`, `at_step/` and `handed.py`.
+Schedules are in `in_backward.py`, `overlap/after_step.py`, `at_step/` and `handed.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
@@ -16,15 +18,20 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import terms
+from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.sync.buckets import Bucket
-from fusion_rt.torch.sync.parameters import Named
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.synchroniser import Synchroniser
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
 )
 Closure: TypeAlias = Callable[[], Any]
+_serial = itertools.count()
+_all: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 class Outcome(enum.Enum):
@@ -52,60 +59,54 @@ class ShardClock(NamedTuple):
     recalled: int = -1
 
 
-class When:
-    """A strategy that decides when an optimizer's synchroniser exchanges, and so what `step()` and its like do.
+class Schedule:
+    """Takes the steps of an optimizer, together with other ranks. It calls its synchroniser, which asks it no more than
+    `synchroniser.ScheduleAnswers`; those have their docstrings there.
 
     Args:
-        sync: the synchroniser (`synchroniser.py`, which imports this), which asks this one.
+        options: how the optimizer's parameters are exchanged.
+        trained: these.
+        passes: backward passes that make up a gradient.
 
     Attributes:
-        zeroed: called when the script resets its gradients.
-        sending: called before a bucket is sent.
-        ended: called when a step has ended, well or not.
+        slot_type: of the slots of parameters.
         hears, hears_before: autograd tells it of gradients; see `slots.GradientHooks`.
-        eager: buckets are sent as soon as they are complete.
         own_gradients: `p.grad` is this rank's own until `step()`, so that a `GradScaler` has to call that in any case.
+        eager: buckets are sent as soon as they are complete.
         may_be_late: updates can be applied one step late.
-        keeps_context: a script's compressor's context of a gradient is needed after the step.
         local: ranks have parameters of their own.
         behind: this rank has joined before exchanges of others, which nothing has made up for.
         leader: a rank that is not, where some are; the same on all ranks.
         delays: updates are applied later than `step()`, which `finish` puts an end to.
         survives: an exchange that a loss leaves unfinished can be left out, so that the ranks that are left go on.
         outcome: what became of the last exchange that ended well; see `Outcome`.
+        sync: the synchroniser.
+        serial: in the order in which schedules were made.
         passes: backward passes that make up a gradient.
         samples: how many samples the next gradients come from, for algorithms that weigh them.
-        serial: the synchroniser's.
-        closing: the bucket that is sent only when a backward pass has ended, and so succeeds if all ranks' have.
-        stepped: a step has been asked for, and, as far as is known, nothing has been computed for the next one.
-        guarded: slots whose `p.grad` is a guard now, and this rank's gradients.
         passes_left: backward passes until gradients are complete, where they are counted.
         backward: a reference to the backward pass that runs, or has failed; else None.
+        released: the optimizer is gone.
     """
 
-    # Called only where a strategy has them: in each step there is nothing to do for the others.
-    zeroed: Callable[[], None] | None = None
-    sending: Callable[[Bucket], None] | None = None
-    ended: Callable[[], None] | None = None
-
+    slot_type = Slot
     hears = True
-    hears_before = eager = own_gradients = may_be_late = keeps_context = local = behind = delays = survives = False
+    hears_before = eager = own_gradients = may_be_late = local = behind = delays = survives = released = False
     outcome = Outcome.TAKEN
     leader: int | None = None
 
-    def __init__(self, sync: Any, passes: int) -> None:
-        self.sync = sync
+    def __init__(self, options: Options, trained: Trained, passes: int) -> None:
         self.passes = self.passes_left = passes
         self.backward: Callable[[], object | None] | None = None
         self.samples = 1
-        self.closing: Bucket | None = None
-        self.stepped = False
-        self.guarded: list[tuple[Slot, torch.Tensor | None]] = []
-        self.serial = sync.serial
+        self.sync = Synchroniser(options, trained, self)
+        self.serial = next(_serial)
+        _all.add(self)
 
-    def slot(self, named: Named) -> Slot:
-        """Makes the slot of a parameter."""
-        return Slot(self, named)
+    def release(self) -> None:
+        """Releases all slots of a deleted optimizer. Called by a finalizer, and so at any moment: sends nothing."""
+        self.released = True
+        self.sync.release()
 
     # --- what autograd says; see `slots.GradientHooks` ----------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class When:
         self.sync.lost = slot.name
 
     def backward_ends(self) -> bool:
-        """Ends a backward pass that this strategy has entered. Returns whether gradients are to be reduced now."""
+        """Ends a backward pass that this schedule has entered. Returns whether gradients are to be reduced now."""
         self.passes_left -= 1
         self.backward = None
         return False
@@ -130,7 +131,7 @@ class When:
         """Reduces gradients, all of which have been computed. Raises `HorovodInternalError`."""
 
     def pass_is_gone(self) -> None:
-        """Called when a backward pass that this strategy has entered has ended, well or not."""
+        """Called when a backward pass that this schedule has entered has ended, well or not."""
 
     # --- what the script calls ----------------------------------------------------------------------------------------
 
@@ -145,6 +146,9 @@ class When:
         """A context in which `step()` does not synchronise, where it would."""
         return contextlib.nullcontext()
 
+    def zeroed(self) -> None:
+        """Called when the script resets its gradients."""
+
     def discard(self) -> None:
         """Forgets what has arrived since the last exchange, and what is under way."""
 
@@ -156,14 +160,6 @@ class When:
 
     def drain(self) -> None:
         """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
-
-    def agree(self) -> None:
-        """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
-
-    def weights(self) -> Sequence[float]:
-        """Takes what homes have for this rank, and returns how much each of its parameters counts in a mean of all
-        ranks; nothing where all count alike. To be called on all ranks, when nobody posts."""
-        return ()
 
     def settled(self) -> None:
         """Called when parameters have become those that all ranks have agreed upon."""
@@ -183,10 +179,6 @@ class When:
         """Sets how many backward passes make up a gradient, from the next step on."""
         self.passes = passes
 
-    def alike(self) -> Mapping[str, torch.Tensor]:
-        """Returns what is the same on all ranks now, by names that are, too: the parameters. Nothing if nothing is."""
-        return {slot.name: slot.parameter for slot in self.sync.slots} if self.sync.idle else {}
-
     # --- after a loss, where the ranks that are left go on; see `exchanges.py` ----------------------------------------
 
     def note_left_out(self) -> None:
@@ -201,31 +193,27 @@ class When:
     def drop_under_way(self) -> None:
         """Called when an exchange was left out that the script does not wait for."""
 
-    def note_recalled(self, clock: int) -> None:
-        """Called when shards go on, after a loss, from what they had when so many contributions counted."""
-
     def shard_clock(self) -> ShardClock | None:
         """Returns how far this rank has come at shards that outlive a loss; None if it is at none."""
         return None
 
-    # --- in checkpoints -----------------------------------------------------------------------------------------------
+    # --- in checkpoints, and after a join -----------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any] | None:
-        """Returns this strategy's state for checkpoints, the same on all ranks; None if there is none."""
+        """Returns this schedule's state for checkpoints, the same on all ranks; None if there is none."""
         return None
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Resumes from an `own_state` and the parameters that belong to it."""
 
-    def rejoin(self, own: Mapping[str, Any]) -> None:
-        """Goes on after a join of all ranks, with the `own_state` of the one that joined last."""
-        self.load_own_state(own)
+    def homes_are_loaded(self) -> None:
+        """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""
 
     def joined(self) -> None:
         """Called when all ranks have joined, and go on together."""
 
     def note_missed(self, counts: Mapping[int, int], mine: int) -> None:
-        """Notes, when all ranks have joined, who has missed exchanges of all ranks.
+        """Notes, when all ranks have joined, which of them have missed exchanges of all ranks.
 
         Args:
             counts: how many exchanges each rank has taken part in since all ranks had the same number.
@@ -237,55 +225,53 @@ class When:
             if self.leader is None or counts[self.leader] < most:
                 self.leader = min(rank for rank, count in counts.items() if count == most)
 
-    def homes_are_loaded(self) -> None:
-        """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""
-
-    # --- what the synchroniser says -----------------------------------------------------------------------------------
-
-    def reduction(self) -> wire.Reduction:
-        """Returns the reduction to propose."""
-        reduction: wire.Reduction = self.sync.options.reduction
-        return msgspec.structs.replace(reduction, survives=self.sync.checkpoint.outlives)
-
-    def tuned(self, tuning: wire.Tuning | None) -> None:
-        """Called before a plan with this tuning is made."""
-
-    def agreed(self) -> None:
-        """Called when ranks have agreed upon a plan, before it is made. An operation on all ranks."""
-
-    def check_sparse(self, slot: Slot) -> None:
-        """Raises `ValueError` if this strategy cannot exchange a sparse gradient."""
-
-    def planned(self) -> None:
-        """Called when there is a new plan."""
-
-    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
-        """Returns the terms that are sent with a bucket of these slots."""
-        checkpoint = self.sync.checkpoint
-        return terms(checkpoint.units.factors(slots) if checkpoint.converts else (), loss_scale=self.loss_scale)
+    # --- answers to the synchroniser; see `ScheduleAnswers` -----------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the gradients of this step."""
-        scale: float = self.sync.checkpoint.units.loss_scale
-        return scale
+        return self.sync.checkpoint.units.loss_scale
+
+    def reduction(self) -> wire.Reduction:
+        return msgspec.structs.replace(self.sync.options.reduction, survives=self.sync.checkpoint.outlives)
+
+    def agreed(self, plan: wire.Plan) -> None: ...
+
+    def planned(self) -> None: ...
+
+    def plan_given_up(self, anew: bool) -> None: ...
+
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
+        checkpoint = self.sync.checkpoint
+        return terms(checkpoint.units.factors(slots) if checkpoint.converts else (), loss_scale=self.loss_scale)
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
-        """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of
-        them, and less urgent than operations that a script waits for by themselves."""
+        """Returns 1 for all of them, since `step()` waits for all, and operations that a script waits for by themselves
+        are more urgent."""
         return [1] * len(buckets)
 
-    def unguard(self) -> None:
-        """Puts this rank's gradients back where guards are, before the unsent rest of this step is sent."""
+    def before_send(self, bucket: Bucket) -> None: ...
 
-    def await_pending(self) -> None:
-        """Waits until nothing of earlier steps is being reduced."""
+    def ended(self) -> None: ...
 
-    def plan_given_up(self, anew: bool) -> None:
-        """Called before the plan is dropped. `anew`: because the membership has changed."""
+    def await_pending(self) -> None: ...
 
-    def watched(self) -> None:
-        """Called before the set of parameters changes."""
+    def alike(self) -> Mapping[str, torch.Tensor]:
+        """Returns the parameters between steps; nothing within one."""
+        return {slot.name: slot.parameter for slot in self.sync.slots} if self.sync.idle else {}
 
-    def released(self) -> None:
-        """Called when the optimizer is gone."""
+
+def everyone() -> list[Schedule]:
+    """Returns the schedules of all optimizers in the order of their creation, the same on all ranks."""
+    return [schedule for schedule in _in_order() if schedule.sync.plan.is_named]
+
+
+def enter_all(here: Runtime) -> None:
+    """Moves all optimizers to a membership, in the order of their creation, which names their plans: a new worker makes
+    its own in the same order."""
+    for schedule in _in_order():
+        if list(schedule.sync.slots):
+            schedule.sync.enter(here)
+
+
+def _in_order() -> list[Schedule]:
+    return sorted((schedule for schedule in _all if not schedule.released), key=lambda schedule: schedule.serial)
