@@ -421,21 +421,21 @@ class Client:
     def compression(self) -> dict[str, dict[str, float]]:
         """Returns the statistics of compression on this node, by group and in "total"."""
         operation = self.channel.begin("compression")
-        self._send(wire.CompressionRequest(operation.handle))
+        self._send(wire.StatisticsRequest(operation.handle, "compression"))
         told: dict[str, dict[str, float]] = json.loads(self.wait(operation).inline or b"{}")
         return told
 
     def staleness(self) -> dict[str, Any]:
         """Returns statistics of the staleness of this node's workers' contributions, and of those to its homes."""
         operation = self.channel.begin("staleness")
-        self._send(wire.StalenessRequest(operation.handle))
+        self._send(wire.StatisticsRequest(operation.handle, "staleness"))
         told: dict[str, Any] = json.loads(self.wait(operation).inline or b"{}")
         return told
 
     def traffic(self) -> dict[str, int]:
         """Returns the bytes of payload that this node has `sent` to other nodes, and `received`."""
         operation = self.channel.begin("traffic")
-        self._send(wire.TrafficRequest(operation.handle))
+        self._send(wire.StatisticsRequest(operation.handle, "traffic"))
         told: dict[str, int] = json.loads(self.wait(operation).inline or b"{}")
         return told
 

@@ -55,9 +55,8 @@ from fusion_rt.wire.views import (
     Settled,
     Support,
     Suspected,
-    ViewAccepted,
+    ViewAnswer,
     ViewProposal,
-    ViewRefused,
 )
 
 PeerMessage: TypeAlias = (
@@ -67,7 +66,7 @@ PeerMessage: TypeAlias = (
     | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Held | CaughtUp | Piece | RingsRequest | Rings
     | RingPieceRequest | RingPiece | RelayOpened | Relayed
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit
-    | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
+    | Suspected | Canvass | Support | ViewProposal | ViewAnswer | NewView | Handover | Settled
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -260,22 +260,16 @@ class RecallShards(msgspec.Struct, tag="recall", array_like=True):
     clock: Count
 
 
-class CompressionRequest(msgspec.Struct, tag="compression", array_like=True):
-    """Asks for the savings and costs of compression on this node; the result is JSON."""
+class StatisticsRequest(msgspec.Struct, tag="numbers", array_like=True):
+    """Asks for statistics of this node; the result is JSON.
+
+    Attributes:
+        about: what `compression` has saved and cost; the `staleness` of its contributions to homes; the `traffic`, in
+            bytes, to other nodes and from them.
+    """
 
     handle: Count
-
-
-class StalenessRequest(msgspec.Struct, tag="staleness", array_like=True):
-    """Asks how stale this node's contributions have been; the result is JSON."""
-
-    handle: Count
-
-
-class TrafficRequest(msgspec.Struct, tag="traffic", array_like=True):
-    """Asks how many bytes this node has sent to others and received; the result is JSON."""
-
-    handle: Count
+    about: Literal["compression", "staleness", "traffic"]
 
 
 class StartTimeline(msgspec.Struct, tag="timeline", array_like=True):
@@ -358,7 +352,7 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | OpenGroup | CloseGroup | Submit | SendTo | ReceiveFrom | Propose | Ready
-    | AwaitsAnswers | SaveState | LoadState | RecallShards | CompressionRequest | StalenessRequest | TrafficRequest
+    | AwaitsAnswers | SaveState | LoadState | RecallShards | StatisticsRequest
     | StartTimeline | StopTimeline | RelayPort | Ping | Bye
     | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip

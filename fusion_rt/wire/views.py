@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
-from fusion_rt.wire.basics import MAX_RANKS, Count, Rank, Text
+from fusion_rt.wire.basics import Count, Rank, Text
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
 from fusion_rt.wire.operations import Signature
 from fusion_rt.wire.plans import Plan, Proposal
@@ -16,13 +14,13 @@ class Loss(msgspec.Struct, frozen=True, array_like=True):
     """The failure of a node, or of one of its workers.
 
     Attributes:
-        rank: the worker; -1: the whole node.
+        rank: the worker; None: the whole node.
         why: a sentence that names the node or the worker.
     """
 
     node: Rank
     why: Text
-    rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)] = -1
+    rank: Rank | None = None
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
@@ -76,18 +74,16 @@ class ViewProposal(msgspec.Struct, tag="view_proposal", array_like=True):
     view: View
 
 
-class ViewAccepted(msgspec.Struct, tag="view_accepted", array_like=True):
-    """Answers `ViewProposal`."""
+class ViewAnswer(msgspec.Struct, tag="view_answer", array_like=True):
+    """Answers `ViewProposal`, and a `Canvass` that is refused.
+
+    Attributes:
+        accepts: the sender accepts the view; else it has answered a higher `ballot`.
+    """
 
     number: Count
     ballot: Count
-
-
-class ViewRefused(msgspec.Struct, tag="view_refused", array_like=True):
-    """Answers `Canvass` or `ViewProposal`: the sender has answered a higher `ballot`."""
-
-    number: Count
-    ballot: Count
+    accepts: bool
 
 
 class NewView(msgspec.Struct, tag="new_view", array_like=True):

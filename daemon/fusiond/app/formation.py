@@ -261,7 +261,7 @@ class WorkerDispatch:
         self._relayed = formation.relayed
         self.handlers: dict[type[Any], Callable[..., None]] = {
             wire.Ping: lambda link, _: effects.workers.send(link, wire.Pong()),
-            wire.TrafficRequest: self._tell_traffic,
+            wire.StatisticsRequest: self._tell_statistics,
             wire.StartTimeline: self._start_timeline,
             wire.StopTimeline: self._stop_timeline,
             wire.RelayPort: self._relay_port,
@@ -279,9 +279,15 @@ class WorkerDispatch:
         self.handlers.update(of_engine)
         self.handlers[wire.Submit] = submit
 
-    def _tell_traffic(self, link: WorkerLink, asked: wire.TrafficRequest) -> None:
-        told = dict(zip(("sent", "received"), self._effects.traffic(), strict=True))
-        self._effects.workers.send(link, wire.Done(asked.handle, json.dumps(told).encode()))
+    def _tell_statistics(self, link: WorkerLink, asked: wire.StatisticsRequest) -> None:
+        assert link.rank is not None
+        if asked.about == "traffic":
+            told = dict(zip(("sent", "received"), self._effects.traffic(), strict=True))
+            self._effects.workers.send(link, wire.Done(asked.handle, json.dumps(told).encode()))
+        elif asked.about == "staleness":
+            self._formation.engine.staleness(link.rank, asked.handle)
+        else:
+            self._formation.engine.codecs.statistics(link.rank, asked.handle)
 
     def end(self) -> None:
         """Ends this formation here: its workers are heard until they leave, and nothing comes of what they say."""

@@ -43,7 +43,6 @@ class CodecService:
                 worker.rank, given, worker.at(given.place, given.nbytes)
             ),
             wire.RecallShards: lambda worker, asked: self.recall(worker.rank, asked),
-            wire.CompressionRequest: lambda worker, asked: self.statistics(worker.rank, asked.handle),
         }
 
     def save_state(self, rank: int, asked: wire.SaveState) -> None:

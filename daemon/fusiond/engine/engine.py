@@ -146,7 +146,6 @@ class Engine:
             **self.groups.worker_handlers(),
             wire.Propose: lambda worker, asked: self.propose(worker.rank, asked.handle, asked.proposal),
             wire.AwaitsAnswers: lambda worker, waits: self.homes.occupied.awaits_answers(worker.rank, waits.plan),
-            wire.StalenessRequest: lambda worker, asked: self.staleness(worker.rank, asked.handle),
             wire.AddSegment: self._segment_added,
             wire.DropSegment: self._segment_dropped,
             **self.codecs.worker_handlers(),
@@ -214,18 +213,18 @@ class Engine:
         """
         if self.coordinator is not None and not (self.coordinator.has_plans or any(self._plans)):
             return "pending operations need every rank"
-        nodes = {loss.node for loss in losses if loss.rank < 0}
-        lost = {loss.rank for loss in losses if loss.rank >= 0}.union(*(self.topology.ranks[node] for node in nodes))
-        return self._plans.why_not_without(nodes, lost)
+        nodes = {loss.node for loss in losses if loss.rank is None}
+        workers = {loss.rank for loss in losses if loss.rank is not None}
+        return self._plans.why_not_without(nodes, workers.union(*(self.topology.ranks[node] for node in nodes)))
 
     def view_begins(self, view: wire.View, coordinator: int) -> None:
         """Nodes or workers have been declared lost, and a node coordinates that may be another one than before."""
         new = {}
         for loss in view.lost:
-            ranks = self.topology.ranks[loss.node] if loss.rank < 0 else (loss.rank,)
+            ranks = self.topology.ranks[loss.node] if loss.rank is None else (loss.rank,)
             new.update({rank: loss.why for rank in ranks if rank not in self.participants.lost})
         self._trace.record(Kind.VIEW, "", len(view.nodes), view.number)
-        self.participants.lost_nodes.update(loss.node for loss in view.lost if loss.rank < 0)
+        self.participants.lost_nodes.update(loss.node for loss in view.lost if loss.rank is None)
         self.participants.lose(new)
         for section in self._sections:
             section.gone(new)

@@ -70,7 +70,7 @@ class Membership:
         """Takes over a view's nodes and coordinator. When all workers of this node that are not lost have come back, a
         new epoch begins."""
         self.nodes, self.coordinator = view.nodes, coordinator
-        self._lost = {loss.rank for loss in view.lost}
+        self._lost = {loss.rank for loss in view.lost if loss.rank is not None}
         self._begin_if_all_are_back()
 
     def has_workers(self, node: int) -> bool:

@@ -155,7 +155,7 @@ class Losses:
         return self._job.is_over()
 
     def why_not_without(self, losses: Sequence[Loss]) -> str:
-        needed = [loss for loss in losses if loss.rank >= 0 or not self._has_left(loss.node)]
+        needed = [loss for loss in losses if loss.rank is not None or not self._has_left(loss.node)]
         if not needed:
             return ""
         if not self._may_tolerate:
@@ -171,7 +171,7 @@ class Losses:
         epoch = self._membership.epoch
         self._membership.view_begins(view, self.views.coordinator)
         for loss in news:
-            if loss.rank < 0:
+            if loss.rank is None:
                 self._job.peers_gone([loss.node], loss.why)
         if error:  # this node has plans that whoever decided has no part in
             self._job.fail(error, True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
@@ -35,15 +35,9 @@ PATIENCE = 0.7  # seconds after which whoever told a decider of a loss decides b
 _RETRY = 0.3  # seconds until a canvass without a result is repeated; later on higher nodes, so that they do not collide
 _NODES = 1 << 17  # more than there can be: a ballot is round * _NODES + node
 
-ViewMessage = (
-    wire.Suspected
-    | wire.Canvass
-    | wire.Support
-    | wire.ViewProposal
-    | wire.ViewAccepted
-    | wire.ViewRefused
-    | wire.NewView
-)
+_Lost: TypeAlias = tuple[int, int | None]  # a node, and its worker; None: all of it
+_Suspicion: TypeAlias = tuple[int, int, int | None]  # who noticed, and as above
+ViewMessage = wire.Suspected | wire.Canvass | wire.Support | wire.ViewProposal | wire.ViewAnswer | wire.NewView
 
 
 class ViewEvents(Protocol):
@@ -106,23 +100,22 @@ class Views:
         self._effects = effects
         self._events = events
         self._over = False
-        self._suspected: dict[tuple[int, int, int], Loss] = {}  # by who noticed, node and rank: not in the view yet
+        self._suspected: dict[_Suspicion, Loss] = {}  # not in the view yet
         self._unheard: set[int] = set()  # nodes that this one itself does not hear
-        self._told: set[tuple[int, int, int, int]] = set()  # decider, and what it was told, as above
+        self._told: set[tuple[int, _Suspicion]] = set()  # decider, and what it was told
         self._promised = 0  # ballot; of the next view, as all that follows
         self._accepted: tuple[int, View] | None = None
         self._canvass: _Canvass | None = None
         self._settling = False
-        self._weighed: set[tuple[int, int, int]] = set()  # suspicions of others that this node has had time to share
+        self._weighed: set[_Suspicion] = set()  # suspicions of others that this node has had time to share
         self._rounds = 0
         self._takes: Handlers = {
             wire.NewView: self._told_of_view,
             wire.Suspected: self._told_of,
             wire.Canvass: self._vote,
             wire.ViewProposal: self._vote,
-            wire.ViewRefused: self._refused,
             wire.Support: self._count,
-            wire.ViewAccepted: self._count,
+            wire.ViewAnswer: self._answered,
         }
 
     @property
@@ -147,14 +140,14 @@ class Views:
 
     def suspect(self, loss: Loss) -> None:
         """Notes that a peer, or a worker of this node, seems to be lost, as seen from here."""
-        if loss.rank < 0:
+        if loss.rank is None:
             self._unheard.add(loss.node)
         self._note(self._node, [loss])
         self._consider()
 
     def forgive(self, node: int) -> bool:
         """Drops the suspicion of a peer that nobody needs any more; returns whether there was one."""
-        found = [key for key in self._suspected if key[1:] == (node, -1)]
+        found = [key for key in self._suspected if key[1:] == (node, None)]
         for key in found:
             del self._suspected[key]
         self._unheard.discard(node)
@@ -177,19 +170,19 @@ class Views:
             if loss.node in self.view.nodes and by in self.view.nodes and (loss.node, loss.rank) not in known:
                 self._suspected.setdefault((by, loss.node, loss.rank), loss)
 
-    def _sure(self) -> dict[tuple[int, int], Loss]:
+    def _sure(self) -> dict[_Lost, Loss]:
         """Returns losses that this node has noticed itself, and of workers, which their own node knows best."""
-        chosen: dict[tuple[int, int], Loss] = {}
+        chosen: dict[_Lost, Loss] = {}
         for (by, node, rank), loss in self._suspected.items():
-            if rank >= 0 or by in (self._node, node):
+            if rank is not None or by in (self._node, node):
                 chosen.setdefault((node, rank), loss)
         return chosen
 
-    def _disputed(self, chosen: Collection[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    def _disputed(self, chosen: Collection[_Lost]) -> list[_Suspicion]:
         """Returns who does not hear whom, where neither is declared lost."""
-        return [key for key in self._suspected if (key[0], -1) not in chosen and key[1:] not in chosen]
+        return [key for key in self._suspected if (key[0], None) not in chosen and key[1:] not in chosen]
 
-    def _losses(self, of: Collection[tuple[int, int, int]] | None = None) -> tuple[Loss, ...]:
+    def _losses(self, of: Collection[_Suspicion] | None = None) -> tuple[Loss, ...]:
         """Returns the losses to declare, from all suspicions, or, of the disputed ones, only from these."""
         chosen = self._sure()
         while True:
@@ -202,9 +195,9 @@ class Views:
                 peers.setdefault(node, set()).add(by)
             reported = {key[1] for key in links}
             worst = max(peers, key=lambda node: (len(peers[node]), node in reported, node))
-            chosen[worst, -1] = self._loss_of(worst, links)
+            chosen[worst, None] = self._loss_of(worst, links)
 
-    def _loss_of(self, node: int, links: Iterable[tuple[int, int, int]]) -> Loss:
+    def _loss_of(self, node: int, links: Iterable[_Suspicion]) -> Loss:
         """Returns why a node is declared lost: another one does not hear it, or it does not hear another one."""
         key = next((key for key in links if key[1] == node), None)
         if key is not None:
@@ -233,12 +226,12 @@ class Views:
                 self._settling = True
                 self._effects.call_later(self._time_to_settle(), self._decide)
             return
-        news = {key: loss for key, loss in self._suspected.items() if (decider, *key) not in self._told}
+        news = {key: loss for key, loss in self._suspected.items() if (decider, key) not in self._told}
         for by in dict.fromkeys(key[0] for key in news):
             told = tuple(loss for key, loss in news.items() if key[0] == by)
             self._effects.to_node(decider, wire.Suspected(self.view.number, by, told))
         if news:
-            self._told.update((decider, *key) for key in news)
+            self._told.update((decider, key) for key in news)
             self._effects.call_later(PATIENCE, self._no_news)
 
     def _time_to_settle(self) -> float:
@@ -286,7 +279,7 @@ class Views:
 
     def _without(self, losses: Iterable[Loss]) -> list[int]:
         """Returns the nodes that are left after these losses."""
-        whole = {loss.node for loss in losses if loss.rank < 0}
+        whole = {loss.node for loss in losses if loss.rank is None}
         return [node for node in self.view.nodes if node not in whole]
 
     def _give_up(self, error: str) -> None:
@@ -314,22 +307,25 @@ class Views:
     def _told_of_view(self, node: int, message: wire.NewView) -> None:
         self._new_view(message.view)
 
-    def _refused(self, node: int, message: wire.ViewRefused) -> None:
-        self._rounds = max(self._rounds, message.ballot // _NODES)
+    def _answered(self, node: int, message: wire.ViewAnswer) -> None:
+        if message.accepts:
+            self._count(node, message)
+        else:
+            self._rounds = max(self._rounds, message.ballot // _NODES)
 
     def _told_of(self, node: int, message: wire.Suspected) -> None:
         if message.number < self.view.number:
             self._effects.to_node(node, wire.NewView(self.view))
         by = message.by
         for loss in message.losses:
-            if loss.node == self._node and loss.rank < 0:
+            if loss.node == self._node and loss.rank is None:
                 # One that cannot hear this node, while others can: it is the one that cannot go on.
                 host = self._topology.hosts[by]
                 why = f"node {by} (host {host}) does not hear node {self._node}: {loss.why}"
                 self._note(self._node, [Loss(by, why)])
             else:
                 self._note(by, [loss])
-            if loss.node == by and loss.rank < 0:
+            if loss.node == by and loss.rank is None:
                 self._unheard.add(by)  # it has resigned
         self._consider()
 
@@ -339,7 +335,7 @@ class Views:
             self._effects.to_node(node, wire.NewView(self.view))
         elif number == self.view.number + 1 and node not in self._unheard:
             if message.ballot < self._promised:
-                self._reply(node, wire.ViewRefused(number, self._promised))
+                self._reply(node, wire.ViewAnswer(number, self._promised, False))
                 return
             self._promised = message.ballot
             if isinstance(message, wire.Canvass):
@@ -348,13 +344,13 @@ class Views:
                 self._reply(node, wire.Support(number, message.ballot, ballot, accepted, suspected))
             else:
                 self._accepted = message.ballot, message.view
-                self._reply(node, wire.ViewAccepted(number, message.ballot))
+                self._reply(node, wire.ViewAnswer(number, message.ballot, True))
 
-    def _count(self, node: int, message: wire.Support | wire.ViewAccepted) -> None:
+    def _count(self, node: int, message: wire.Support | wire.ViewAnswer) -> None:
         canvass = self._canvass
         if canvass is None or message.number != self.view.number + 1 or message.ballot != canvass.ballot:
             return
-        if isinstance(message, wire.ViewAccepted):
+        if isinstance(message, wire.ViewAnswer):
             canvass.accepted.add(node)
             if is_quorum(canvass.accepted, self.view, self._topology):
                 assert canvass.proposal is not None
@@ -401,7 +397,7 @@ class Views:
             self._over = True
             host = self._topology.hosts[self._node]
             why = next(
-                (loss.why for loss in news if loss.node == self._node and loss.rank < 0), "it is not in the view"
+                (loss.why for loss in news if loss.node == self._node and loss.rank is None), "it is not in the view"
             )
             error = f"node {self._node} (host {host}) was declared dead by the others, which go on without it: {why}"
             self._events.job_ends(error, False)
@@ -418,7 +414,7 @@ class Views:
         if self._node in wanted:
             self._vote(self._node, message)
 
-    def _reply(self, node: int, message: wire.Support | wire.ViewAccepted | wire.ViewRefused) -> None:
+    def _reply(self, node: int, message: wire.Support | wire.ViewAnswer) -> None:
         if node == self._node:
             self.message(node, message)
         else:

@@ -69,7 +69,7 @@ class Member:
     def view_begins(self, view: View, news: Sequence[Loss]) -> None:
         self.seen.append(view)
         for loss in news:
-            if loss.rank < 0:
+            if loss.rank is None:
                 self.lose(loss.node, loss.why)
 
     def job_ends(self, error: str, tell: bool) -> None:
@@ -393,7 +393,7 @@ def test_messages_of_views_that_are_over_change_nothing() -> None:
         wire.Canvass(1, 1 << 40),
         wire.ViewProposal(1 << 40, View(1, (1,))),
         wire.Support(1, 1 << 40),
-        wire.ViewAccepted(1, 1 << 40),
+        wire.ViewAnswer(1, 1 << 40, True),
     ):
         one.receive(2, message)
     job.run(5)

@@ -344,7 +344,7 @@ def test_a_worker_that_is_killed_is_lost_though_a_child_of_it_has_its_socket(cha
             os.read(ends, 1)
             os._exit(0)
         packets.Packet(wire.encode(HELLO), -1).send(sock)
-        packets.Packet(wire.encode(wire.StalenessRequest(7)), -1).send(sock)
+        packets.Packet(wire.encode(wire.StatisticsRequest(7, "staleness")), -1).send(sock)
         os.write(told, b"x")
         os.read(ends, 1)
         os._exit(0)
@@ -359,6 +359,6 @@ def test_a_worker_that_is_killed_is_lost_though_a_child_of_it_has_its_socket(cha
         channel.loop.turn()
     assert [(rank, pid) for rank, pid, _ in lost] == [(0, worker)]
     assert "died" in lost[0][2]
-    assert wire.StalenessRequest(7) in channel.handler.messages
+    assert wire.StatisticsRequest(7, "staleness") in channel.handler.messages
     for fd in (ready, told, ends, keeps):
         os.close(fd)
