@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fusion_trace.analyse.link_figures import Link, LinkFigures, link_figures, link_speed, one_shaper, with_bursts
-from fusion_trace.read.chunk_columns import ChunkColumns
-from fusion_trace.read.chunks import Chunk
+from fusion_trace.read.chunks import Chunk, ChunkColumns
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import operations
 from fusion_trace.read.span_columns import Span

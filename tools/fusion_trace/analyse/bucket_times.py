@@ -32,8 +32,8 @@ from fusion_rt.tracing.reader import Records
 from fusion_trace.analyse.overlap import median, partitions, steps_of_operations
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex, RowsOfOperations
 from fusion_trace.read.operations import KERNELS, Operations, operations
+from fusion_trace.read.rows import NEVER, Ints, RowsOfOperations
 from fusion_trace.read.span_columns import covered_by_group
 
 PHASES = (
@@ -125,8 +125,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
     kept = np.ones(len(every), bool)
     if chosen != EVERY_STEP:
         kept = steps_of_operations(every, partitions(trace, chosen)) >= 0
-    index = every.index
-    kinds, group_of = np.unique(np.stack([index.plan[kept], index.name[kept]]), axis=1, return_inverse=True)
+    kinds, group_of = np.unique(np.stack([every.plan[kept], every.name[kept]]), axis=1, return_inverse=True)
     group = np.full(len(every), -1)
     group[kept] = group_of.reshape(-1)
     count = kinds.shape[1]
@@ -135,7 +134,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
     members = [known[plan].tensors.get(name, ()) if plan in known else () for plan, name in keys]
     sizes = [int(nbytes) for nbytes in _largest(group, every.nbytes, count)]
     times = np.bincount(group[kept], minlength=count)
-    flushes = _flushes(index, group, count)
+    flushes = _flushes(every, group, count)
     phases = _Phases(trace, every, group, [{tensor for tensor, _ in its} for its in members]).medians()
     result = []
     for number, (plan, name) in enumerate(keys):
@@ -165,10 +164,10 @@ def _in_order(name: str) -> tuple[str, int, str]:
     return (head, int(number), "") if number.isascii() and number.isdigit() else (name, 0, name)
 
 
-def _flushes(index: OperationIndex, group: Ints, count: int) -> list[dict[str, int]]:
+def _flushes(every: Operations, group: Ints, count: int) -> list[dict[str, int]]:
     """Returns, of each group, how often a rank handed it over for which reason."""
     found = np.zeros((count, max(Flush) + 1), np.int64)
-    for rows in index.workers.values():
+    for rows in every.workers.values():
         why = rows.first(Kind.SUBMITTED, "extra")
         its = (why > 0) & (why <= max(Flush)) & (group >= 0)
         np.add.at(found, (group[its], why[its]), 1)
@@ -190,7 +189,7 @@ class _Phases:
     """How long each phase of each operation takes, by group; see `PHASES`.
 
     Args:
-        group: of each operation, by its number in the index; -1: not asked for.
+        group: of each operation, by its number; -1: not asked for.
         members: tensors of each group.
     """
 
@@ -200,10 +199,10 @@ class _Phases:
 
     def medians(self) -> list[dict[str, int]]:
         """Returns the median of each phase that was recorded, by group."""
-        submitted = self._every.index.submitted()
-        for rank, rows in self._every.index.workers.items():
+        submitted = self._every.submitted()
+        for rank, rows in self._every.workers.items():
             self._of_worker(rank, rows)
-        for node, rows in self._every.index.daemons.items():
+        for node, rows in self._every.daemons.items():
             self._of_daemon(node, rows, submitted)
         chunks = self._every.chunks
         first = chunks.alone()
@@ -238,7 +237,7 @@ class _Phases:
         self._note("fill", self._first_gradients(rank, full), full)
         self._note("hand over", full, submitted)
         answered = np.full(len(full), NEVER)
-        for daemon in self._every.index.daemons.values():
+        for daemon in self._every.daemons.values():
             answered = np.where(answered == NEVER, daemon.last_of_peer(Kind.ANSWERED, rank), answered)
         self._note("answer", answered, done)
         for phase, kinds in (("wait", (Kind.WAIT_BEGIN, Kind.WAIT_END)), ("apply", (Kind.APPLY_BEGIN, Kind.APPLY_END))):
@@ -278,7 +277,7 @@ class _Phases:
         """Returns when the first gradient of each operation came after its bucket was full the last time; `NEVER`: not
         known."""
         found = np.full(len(full), NEVER)
-        clock = self._every.index.clock
+        clock = self._every.clock
         there = np.flatnonzero((full != NEVER) & (self._group >= 0))
         there = there[np.lexsort((self._every.places[there], clock[there], self._group[there]))]
         groups = self._group[there]

@@ -25,8 +25,8 @@ from fusion_rt.tracing.format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import SCRIPT, DaemonPart, Key, Operation, Operations, Step, all_steps, operations
+from fusion_trace.read.rows import Ints
 from fusion_trace.read.span_columns import Span, joined, matched, pair_columns, phase_columns, union_of, without
 
 ACTIVITIES = (
@@ -315,7 +315,7 @@ class _Graph:
         assert chunk.received is not None
         link = chunk.source, chunk.target
         if link not in self._arrivals:
-            rows = self._operations.index.daemons[chunk.target].select(Kind.RECEIVED)[1]
+            rows = self._operations.daemons[chunk.target].select(Kind.RECEIVED)[1]
             self._arrivals[link] = np.sort(rows["time"][rows["peer"] == chunk.source])
         before = int(np.searchsorted(self._arrivals[link], chunk.received)) - 1
         return chunk.sent if before < 0 else max(chunk.sent, int(self._arrivals[link][before]))
@@ -329,7 +329,7 @@ class _Kernel:
 
 def _pieces(worker: Process, every: Operations) -> _Pieces:
     """Returns all of a worker's time, from its first record to its last."""
-    of, records = every.index.workers[worker.rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
+    of, records = every.workers[worker.rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
     opened, closed = matched(of, records["kind"] == Kind.WAIT_BEGIN)
     begin, end, of = records["time"][opened], records["time"][closed], of[opened]
     place = np.empty(len(every), np.int64)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_trace.read.chunk_columns import ChunkColumns
+from fusion_trace.read.chunks import ChunkColumns
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operation_index import NEVER, Ints
+from fusion_trace.read.rows import NEVER, Ints
 from fusion_trace.read.span_columns import Span, union_of
 
 S = 1e9  # ns

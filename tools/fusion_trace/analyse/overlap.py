@@ -30,8 +30,8 @@ import numpy as np
 from fusion_rt.tracing.format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex
 from fusion_trace.read.operations import SCRIPT, Operations, Step, all_steps, bounds_of, operations
+from fusion_trace.read.rows import NEVER, Ints
 from fusion_trace.read.span_columns import (
     SpanSet,
     common,
@@ -105,34 +105,34 @@ class Overview:
 def partitions(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Partition, ...]:
     """Returns all whole steps of all ranks, by rank and number."""
     every = operations(trace)
-    handed = every.index.submitted()
+    handed = every.submitted()
     last = np.max([*handed.values()], 0) if handed else np.zeros(0, np.int64)
     homes = np.zeros(len(every), bool)
-    for rows in every.index.daemons.values():
+    for rows in every.daemons.values():
         homes |= rows.first(Kind.APPLIED) != NEVER
     result: list[Partition] = []
     for rank, steps in all_steps(trace).items():
         kept = [step for step in steps if step.number in chosen]
-        begin, end = np.where(homes, handed[rank], last), _answered(every.index, rank, trace.node_of[rank])
-        flown = (every.index.workers[rank].first(Kind.SUBMITTED) != NEVER) & (end != NEVER)
-        flights, late = union_of(begin[flown], end[flown]), _late(every.index, rank, end)
+        begin, end = np.where(homes, handed[rank], last), _answered(every, rank, trace.node_of[rank])
+        flown = (every.workers[rank].first(Kind.SUBMITTED) != NEVER) & (end != NEVER)
+        flights, late = union_of(begin[flown], end[flown]), _late(every, rank, end)
         result += _of_rank(trace.workers[rank], kept, flights, late)
     return tuple(result)
 
 
-def _answered(index: OperationIndex, rank: int, node: int) -> Ints:
+def _answered(every: Operations, rank: int, node: int) -> Ints:
     """Returns when a rank's daemon has answered it, by operation."""
-    found = np.full(len(index.name), NEVER)
-    daemon = index.daemons.get(node)
+    found = np.full(len(every.name), NEVER)
+    daemon = every.daemons.get(node)
     ends = [daemon.last_of_peer(Kind.ANSWERED, rank), daemon.first(Kind.RUN_END)] if daemon is not None else []
-    for each in (*ends, index.workers[rank].first(Kind.DONE)):
+    for each in (*ends, every.workers[rank].first(Kind.DONE)):
         found = np.where(found == NEVER, each, found)
     return found
 
 
-def _late(index: OperationIndex, rank: int, answered: Ints) -> SpanSet:
+def _late(every: Operations, rank: int, answered: Ints) -> SpanSet:
     """Returns when a script was in waits that its daemon had answered already."""
-    of, records = index.workers[rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
+    of, records = every.workers[rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
     opened, closed = matched(of, records["kind"] == Kind.WAIT_BEGIN)
     there, end = answered[of[opened]], records["time"][closed]
     begin = np.maximum(records["time"][opened], there)
@@ -161,14 +161,14 @@ def _of_rank(worker: Process, steps: Sequence[Step], flights: SpanSet, late: Spa
 
 
 def steps_of_operations(every: Operations, parts: Sequence[Partition]) -> Ints:
-    """Returns the number of the step in which each operation was handed over, by its number in the index; -1: in none.
+    """Returns the number of the step in which each operation was handed over, by its number; -1: in none.
 
     The lowest rank that has whole steps says it.
     """
     found = np.full(len(every), -1)
     for rank, steps in by_rank(parts).items():
         begin, end, number = (np.array([getattr(step, of) for step in steps]) for of in ("begin", "end", "number"))
-        time = every.index.workers[rank].first(Kind.SUBMITTED)
+        time = every.workers[rank].first(Kind.SUBMITTED)
         place = np.searchsorted(end, time)  # what was handed over at its very end belongs to it
         inside = np.minimum(place, len(steps) - 1)
         its = (found < 0) & (time != NEVER) & (place < len(steps)) & (begin[inside] < time)

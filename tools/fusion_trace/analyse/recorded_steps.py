@@ -25,10 +25,10 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.tracing.format import Kind
 from fusion_trace.analyse.link_figures import LEAST_CHUNK, link_speed
 from fusion_trace.read.choice import EVERY_STEP, StepRange
-from fusion_trace.read.chunk_columns import ChunkColumns
+from fusion_trace.read.chunks import ChunkColumns
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import NEVER, Ints
 from fusion_trace.read.operations import KERNELS, Operations, Step, bounds_of, operations, steps_of
+from fusion_trace.read.rows import NEVER, Ints
 from fusion_trace.read.span_columns import covered_by_group, pair_columns, union_of
 
 S = 1e9  # ns
@@ -233,7 +233,7 @@ def _exchanging(trace: JobTrace, steps: Mapping[int, Mapping[int, Step]], number
 def _handed_over_in(every: Operations, steps: Mapping[int, Sequence[Step]]) -> NDArray[np.bool_]:
     """Says of each operation, by its number, whether some rank submitted it in one of the steps."""
     found = np.zeros(len(every), bool)
-    for rank, time in every.index.submitted().items():
+    for rank, time in every.submitted().items():
         begin, end = bounds_of(steps[rank])
         place = np.searchsorted(begin, time, "right") - 1
         found |= (place >= 0) & (time < end[np.maximum(place, 0)])
@@ -251,12 +251,12 @@ def _titles(trace: JobTrace, every: Operations, kept: NDArray[np.bool_]) -> dict
     numbers = np.flatnonzero(kept).tolist()
     sizes: dict[int, set[int]] = {}
     for number in numbers:
-        if not every.index.plan[number]:
-            sizes.setdefault(int(every.index.name[number]), set()).add(int(every.nbytes[number]))
+        if not every.plan[number]:
+            sizes.setdefault(int(every.name[number]), set()).add(int(every.nbytes[number]))
     found = {}
     for number in numbers:
-        name = int(every.index.name[number])
-        several = not every.index.plan[number] and len(sizes[name]) > 1
+        name = int(every.name[number])
+        several = not every.plan[number] and len(sizes[name]) > 1
         found[number] = trace.names[name] + (f": {every.nbytes[number]} bytes" if several else "")
     return found
 
@@ -284,9 +284,9 @@ def _programs(
 ) -> tuple[tuple[tuple[Event, ...], ...], ...]:
     """Returns what each rank did in each step, of as many steps as there is room for."""
     named = {
-        (int(every.index.name[number]), int(every.index.clock[number])): title
+        (int(every.name[number]), int(every.clock[number])): title
         for number, title in titles.items()
-        if not every.index.plan[number]
+        if not every.plan[number]
     }
     return tuple(
         tuple(_program(_rows(trace, trace.workers[rank], step, named), step, index) for step in its)
@@ -402,7 +402,7 @@ def _work(
 ) -> Work:
     count = len(next(iter(steps.values())))
     coding = 0.0
-    for rows in every.index.daemons.values():
+    for rows in every.daemons.values():
         for name in ("encode", "decode"):
             of, begin, end = rows.spans(*KERNELS[name])
             its = kept[of]

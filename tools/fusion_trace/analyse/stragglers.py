@@ -37,8 +37,8 @@ from fusion_trace.analyse.link_figures import Link, one_shaper
 from fusion_trace.analyse.resources import Resources, resources
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.operations import operations
+from fusion_trace.read.rows import NEVER
 
 WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
 CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike

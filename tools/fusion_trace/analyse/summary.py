@@ -14,8 +14,8 @@ from fusion_trace.analyse.columns_of_spans import distinct, run
 from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import Operations, operations
+from fusion_trace.read.rows import Ints
 from fusion_trace.read.span_columns import pair_columns
 
 _MUCH_LONGER = 1.5  # than most ranks' steps
@@ -101,7 +101,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
     last = max((span[1] for span in spans.values()), default=end)
     handed = 0
     for rank, span in spans.items():
-        submitted, nbytes = (every.index.workers[rank].first(Kind.SUBMITTED, field) for field in ("time", "value"))
+        submitted, nbytes = (every.workers[rank].first(Kind.SUBMITTED, field) for field in ("time", "value"))
         handed += int(nbytes[(submitted > span[0]) & (submitted <= span[1])].sum())
     links = traffic(every, first, last)
     ranks = tuple(_rank(trace.workers[rank], steps) for rank, steps in sorted(steps_of_rank.items()))
@@ -131,8 +131,8 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
 
 def traffic(every: Operations, first: int, last: int) -> tuple[LinkTraffic, ...]:
     """Returns what was sent on each link from one time to another, or came if nobody has seen it sent."""
-    sent = {node: rows.select(Kind.SENT) for node, rows in every.index.daemons.items()}
-    came = {node: rows.select(Kind.RECEIVED) for node, rows in every.index.daemons.items()}
+    sent = {node: rows.select(Kind.SENT) for node, rows in every.daemons.items()}
+    came = {node: rows.select(Kind.RECEIVED) for node, rows in every.daemons.items()}
     pairs_of = {(node, peer) for node, (_, rows) in sent.items() for peer in np.unique(rows["peer"]).tolist()}
     pairs_of |= {(peer, node) for node, (_, rows) in came.items() for peer in np.unique(rows["peer"]).tolist()}
     found = []

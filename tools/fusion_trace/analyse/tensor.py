@@ -18,8 +18,8 @@ from fusion_trace.analyse.overlap import Partition, median, partitions, steps_of
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import DaemonPart, Operation, WorkerPart, operations
+from fusion_trace.read.rows import Ints
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Lives(Sequence[Life]):
     memory.
 
     Args:
-        make: makes the life of an operation; numbers: of the operations, in the index.
+        make: makes the life of an operation; numbers: of the operations.
         lengths: of the lives, ns.
     """
 
@@ -109,19 +109,16 @@ def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLi
     """
     every = operations(trace)
     made = plans(trace)
-    name = _meant(
-        name, sorted({trace.names[number] for number in set(every.index.name.tolist())} | _tensors(trace, made))
-    )
-    index = every.index
+    name = _meant(name, sorted({trace.names[number] for number in set(every.name.tolist())} | _tensors(trace, made)))
     numbers = {each: number for number, each in enumerate(trace.names)}
-    named = index.name == numbers.get(name, 0)
+    named = every.name == numbers.get(name, 0)
     wanted = named.copy()
     nbytes = 0
     for plan in made:
         bucket = plan.bucket_of(name)
         if bucket is not None:
             nbytes = dict(plan.tensors[bucket])[name]
-            wanted |= (index.name == numbers.get(bucket, 0)) & (index.plan == plan.number)
+            wanted |= (every.name == numbers.get(bucket, 0)) & (every.plan == plan.number)
     parts = partitions(trace, chosen)
     step_of = steps_of_operations(every, parts)
     if chosen != EVERY_STEP:

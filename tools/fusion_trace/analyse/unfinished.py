@@ -14,8 +14,8 @@ import numpy as np
 from fusion_rt.tracing.format import Kind
 from fusion_trace.analyse import endings, gaps
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.operations import Operation, Operations, operations
+from fusion_trace.read.rows import NEVER
 
 _DOING = {
     Kind.FORWARD_BEGIN: "in the forward pass",
@@ -90,13 +90,12 @@ def ending(trace: JobTrace) -> Ending:
 def _open(every: Operations) -> Iterator[tuple[Operation, set[int]]]:
     """Yields operations that some rank has handed over and got no answer to, each with the ranks that ever take part in
     one of its name."""
-    index = every.index
     waits = np.zeros(len(every), bool)
-    for rows in index.workers.values():
+    for rows in every.workers.values():
         waits |= (rows.first(Kind.SUBMITTED) != NEVER) & (rows.first(Kind.DONE) == NEVER)
-    taken = {rank: set(np.unique(index.name[rows.some]).tolist()) for rank, rows in index.workers.items()}
+    taken = {rank: set(np.unique(every.name[rows.some]).tolist()) for rank, rows in every.workers.items()}
     for number, operation in every.some(waits):
-        yield operation, {rank for rank, names in taken.items() if int(index.name[number]) in names}
+        yield operation, {rank for rank, names in taken.items() if int(every.name[number]) in names}
 
 
 def _unfinished(operation: Operation, members: set[int], end: int) -> Unfinished | None:

@@ -14,7 +14,7 @@ from fusion_trace.export.output_file import opened
 from fusion_trace.export.picture import Picture, Rows
 from fusion_trace.export.slices import Marks, Slices
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operation_index import NEVER, Ints
+from fusion_trace.read.rows import NEVER, Ints
 
 Event = dict[str, Any]
 _US = 1000  # ns; a float holds the quotient exactly enough for all digits to come out

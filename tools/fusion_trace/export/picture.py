@@ -16,8 +16,8 @@ from fusion_rt.tracing.format import Flush, Kind, Role
 from fusion_rt.tracing.reader import RECORD_DTYPE
 from fusion_trace.export.slices import Marks, Slices, Texts, lanes, slices, together
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import NEVER, Ints, RowsOfOperations
 from fusion_trace.read.operations import KERNELS, SCRIPT, operations, steps_of
+from fusion_trace.read.rows import NEVER, Ints, RowsOfOperations
 from fusion_trace.read.span_columns import pair_columns, phase_columns
 
 _MARKS = {
@@ -78,17 +78,16 @@ class _Painter:
     def __init__(self, trace: JobTrace) -> None:
         self._trace = trace
         self._every = operations(trace)
-        index = self._every.index
-        self._texts = Texts(index.plan, index.clock, trace.names)
+        self._texts = Texts(self._every.plan, self._every.clock, trace.names)
         self._chunks = self._every.chunks
         self._number_arrows()
 
     def _number_arrows(self) -> None:
         """Numbers them by operation: those of ranks, then those of chunks."""
-        index, places = self._every.index, self._every.places
+        places = self._every.places
         ranks: list[tuple[int, Ints]] = []
-        for rank, rows in index.workers.items():
-            daemon = index.daemons.get(self._trace.node_of[rank])
+        for rank, rows in self._every.workers.items():
+            daemon = self._every.daemons.get(self._trace.node_of[rank])
             came = np.zeros(len(self._every), bool)
             if daemon is not None:
                 of, ready = daemon.select(Kind.READY)
@@ -111,7 +110,7 @@ class _Painter:
 
     def of_worker(self, process: Process) -> Iterator[tuple[str, Slices]]:
         """Yields the tracks of a worker."""
-        rows, texts = self._every.index.workers[process.rank], self._texts
+        rows, texts = self._every.workers[process.rank], self._texts
         steps = steps_of(process)
         begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
         numbers = np.array([texts.number(f"step {step.number}") for step in steps], np.int64)
@@ -135,7 +134,7 @@ class _Painter:
         end = np.maximum(np.where(done[of] == NEVER, submitted[of], done[of]), submitted[of])
         why = rows.first(Kind.SUBMITTED, "extra")[of]
         why = np.where((why > 0) & (why <= max(Flush)), why, 0)
-        name, arrow, nbytes = self._every.index.name, self._arrows[rank], rows.first(Kind.SUBMITTED, "value")
+        name, arrow, nbytes = self._every.name, self._arrows[rank], rows.first(Kind.SUBMITTED, "value")
         gone = slices(
             self._texts, submitted[of], end, self._texts.numbers("", name[of]), of, nbytes[of], why=why, arrow=arrow[of]
         )
@@ -146,7 +145,7 @@ class _Painter:
 
     def of_daemon(self, process: Process) -> Iterator[tuple[str, Slices]]:
         """Yields the tracks of a daemon."""
-        rows = self._every.index.daemons[process.node]
+        rows = self._every.daemons[process.node]
         yield from lanes("from workers", self._of_ranks(rows, Kind.READY, " of rank "))
         yield from lanes("operations", self._runs(rows))
         kernels = [self._spans(rows, f"{name} ", *kinds) for name, kinds in KERNELS.items()]
@@ -169,7 +168,7 @@ class _Painter:
         text, arrow = np.zeros(len(at), np.int64), np.zeros(len(at), np.int64)
         for rank in np.unique(peers).tolist():
             mine = peers == rank
-            text[mine] = self._texts.numbers("", self._every.index.name[of[mine]], f"{how}{rank}")
+            text[mine] = self._texts.numbers("", self._every.name[of[mine]], f"{how}{rank}")
             if rank in self._arrows:
                 arrow[mine] = self._arrows[rank][of[mine]]
         return together([slices(self._texts, time, time, text, of, arrow=arrow)], self._every.places[of], turn)
@@ -180,7 +179,7 @@ class _Painter:
         nbytes = np.where(begin == NEVER, 0, rows.first(Kind.RUN_BEGIN, "value"))
         asked = self._spans(rows, "negotiate ", Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END)
         asked = slices(self._texts, asked.begin, asked.end, asked.text, asked.operation, nbytes[asked.operation])
-        text = self._texts.numbers("", self._every.index.name[of])
+        text = self._texts.numbers("", self._every.name[of])
         return self._ordered([asked, slices(self._texts, begin[of], end[of], text, of, nbytes[of])])
 
     def _links(self, node: int) -> Iterator[tuple[str, Slices]]:
@@ -200,7 +199,7 @@ class _Painter:
 
     def _of_chunks(self, which: Ints, begin: Ints, end: Ints) -> Slices:
         chunks, of = self._chunks, self._chunks.of[which]
-        text = self._texts.numbers("", self._every.index.name[of])
+        text = self._texts.numbers("", self._every.name[of])
         found = slices(
             self._texts, begin, end, text, of, chunks.nbytes[which], chunks.number[which],
             arrow=self._chunk_arrows[which],
@@ -211,7 +210,7 @@ class _Painter:
 
     def _spans(self, rows: RowsOfOperations, what: str, begin: Kind, end: Kind) -> Slices:
         of, opened, closed = rows.spans(begin, end)
-        return slices(self._texts, opened, closed, self._texts.numbers(what, self._every.index.name[of]), of)
+        return slices(self._texts, opened, closed, self._texts.numbers(what, self._every.name[of]), of)
 
     def _ordered(self, parts: list[Slices]) -> Slices:
         """Returns parts in the order of operations, and within one in that of the parts."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import NOBODY, Flush, Kind
 from fusion_rt.tracing.reader import Records
-from fusion_trace.read.operation_index import NEVER, Ints
+from fusion_trace.read.rows import NEVER, Ints
 
 Column = NDArray[Any]  # of integers, as narrow as they may be
 

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Flush, Kind
-from fusion_trace.read.chunk_columns import ChunkColumns, chunk_columns
-from fusion_trace.read.chunks import Chunk, Row
+from fusion_trace.read.chunks import Chunk, ChunkColumns, chunk_columns
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import NEVER, Ints, index_of
+from fusion_trace.read.rows import NEVER, OF_LINKS, Ints, Row, RowsOfOperations
 from fusion_trace.read.span_columns import Span
 
 SCRIPT = {
@@ -179,11 +178,14 @@ _OF_DAEMONS = (
 class Operations(Mapping[Key, Operation]):
     """All operations of a job, in order of their first hand-over.
 
-    An operation is put together when it is asked for, with its neighbours: a job may have so many that all of them do
-    not fit into memory. What is to be known of all of them is in the columns of `index`.
+    They are numbered, in no order that means anything, and have columns with a value for each number. An operation is
+    put together when it is asked for, with its neighbours: a job may have so many that all of them do not fit into
+    memory.
 
     Attributes:
-        order: the operations' numbers in `index`, by first hand-over; shape (n,).
+        name, plan, clock: columns that identify each; the name is its number in the job's table.
+        workers, daemons: rows by rank, and by node. Those of daemons have the chunks too.
+        order: the operations' numbers, by first hand-over; shape (n,).
     """
 
     def __init__(self, trace: JobTrace) -> None:
@@ -191,9 +193,10 @@ class Operations(Mapping[Key, Operation]):
         self._blocks: OrderedDict[int, list[Operation]] = OrderedDict()
         self._places: dict[tuple[int, int, int], int] | None = None
         self._numbers = {name: number for number, name in enumerate(trace.names)}
-        self.index = index_of(trace, _OF_WORKERS, _OF_DAEMONS)
-        self.order = self.index.came
-        self.order = self.order[np.lexsort((self.index.clock[self.order], self._first()[self.order]))]
+        self.name, self.plan, self.clock, self.order, rows = _numbered(trace)
+        self.workers = dict(zip(trace.workers, rows, strict=False))
+        self.daemons = dict(zip(trace.daemons, rows[len(self.workers) :], strict=True))
+        self.order = self.order[np.lexsort((self.clock[self.order], self._first()[self.order]))]
 
     def __len__(self) -> int:
         return len(self.order)
@@ -203,7 +206,7 @@ class Operations(Mapping[Key, Operation]):
 
     def __getitem__(self, key: Key) -> Operation:
         if self._places is None:
-            columns = (column[self.order].tolist() for column in (self.index.name, self.index.plan, self.index.clock))
+            columns = (column[self.order].tolist() for column in (self.name, self.plan, self.clock))
             self._places = {its: place for place, its in enumerate(zip(*columns, strict=True))}
         return self.at(self._places[self._numbers.get(key.name, 0), key.plan, key.clock])
 
@@ -218,47 +221,50 @@ class Operations(Mapping[Key, Operation]):
         return self._block(place // _BLOCK)[place % _BLOCK]
 
     def some(self, kept: NDArray[np.bool_]) -> Iterator[tuple[int, Operation]]:
-        """Yields operations that are kept, in order, with their numbers in `index`. `kept`: by these numbers."""
+        """Yields operations that are kept, in order, with their numbers. `kept`: by these numbers."""
         chosen = self.order[kept[self.order]].tolist()
         for first in range(0, len(chosen), _BLOCK):
             yield from zip(chosen[first : first + _BLOCK], self._made(chosen[first : first + _BLOCK]), strict=True)
 
     def key_of(self, number: int) -> Key:
-        """Returns the identity of an operation by its number in `index`."""
-        index = self.index
-        return Key(self._names[index.name[number]], int(index.plan[number]), int(index.clock[number]))
+        """Returns the identity of an operation by its number."""
+        return Key(self._names[self.name[number]], int(self.plan[number]), int(self.clock[number]))
+
+    def submitted(self) -> dict[int, Ints]:
+        """Returns when each rank handed each operation over first; `NEVER`: it did not."""
+        return {rank: rows.first(Kind.SUBMITTED) for rank, rows in self.workers.items()}
 
     @cached_property
     def places(self) -> Ints:
-        """The place of each operation in the order, by its number in `index`."""
+        """The place of each operation in the order, by its number."""
         found = np.empty(len(self), np.int64)
         found[self.order] = np.arange(len(self))
         return found
 
     @cached_property
     def nbytes(self) -> Ints:
-        """Bytes of each bucket or tensor, by its number in `index`; 0 if nobody has recorded it."""
+        """Bytes of each bucket or tensor, by its number; 0 if nobody has recorded it."""
         found = np.zeros(len(self), np.int64)
-        for rows in self.index.workers.values():
+        for rows in self.workers.values():
             np.maximum(found, rows.first(Kind.SUBMITTED, "value"), out=found)
-        for rows in self.index.daemons.values():
+        for rows in self.daemons.values():
             np.maximum(found, rows.first(Kind.RUN_BEGIN, "value"), out=found)
         return found
 
     @cached_property
     def chunks(self) -> ChunkColumns:
-        """The chunks of all operations, by their numbers in `index`."""
-        return chunk_columns(self.index)
+        """The chunks of all operations, by their numbers."""
+        return chunk_columns(self.daemons, len(self))
 
     def chunks_of(self, kept: NDArray[np.bool_]) -> ChunkColumns:
-        """Returns the chunks of operations that are kept, in the order of these. `kept`: by number in `index`."""
+        """Returns the chunks of operations that are kept, in the order of these. `kept`: by number."""
         its = self.chunks.kept(kept[self.chunks.of])
         return its.kept(np.argsort(self.places[its.of], kind="stable"))
 
     def _first(self) -> Ints:
         """Returns when each operation was handed over first, or else what there is first."""
         first = np.full(len(self), np.iinfo(np.int64).max)
-        for its in self.index.submitted().values():
+        for its in self.submitted().values():
             np.minimum(first, its, out=first, where=its != NEVER)
         for number in np.flatnonzero(first == np.iinfo(np.int64).max).tolist():
             first[number] = _first_sign(self._made([number])[0])
@@ -273,8 +279,8 @@ class Operations(Mapping[Key, Operation]):
         return self._blocks[number]
 
     def _made(self, numbers: Sequence[int]) -> list[Operation]:
-        workers = {rank: rows.of(numbers) for rank, rows in self.index.workers.items()}
-        daemons = {node: rows.of(numbers) for node, rows in self.index.daemons.items()}
+        workers = {rank: rows.of(numbers) for rank, rows in self.workers.items()}
+        daemons = {node: rows.of(numbers) for node, rows in self.daemons.items()}
         starts, stops = np.searchsorted(self.chunks.of, [numbers, [number + 1 for number in numbers]]).tolist()
         return [
             Operation(
@@ -285,6 +291,58 @@ class Operations(Mapping[Key, Operation]):
             )
             for place, number in enumerate(numbers)
         ]
+
+
+def _numbered(trace: JobTrace) -> tuple[Ints, Ints, NDArray[np.uint64], Ints, list[RowsOfOperations]]:
+    """Numbers a job's operations, from what workers and daemons have recorded of them.
+
+    Returns:
+        Columns of names, plans and clocks; the numbers in order of appearance (workers by rank, then daemons by node,
+        then chunks); and the rows of each process, workers first.
+    """
+    everybody: list[tuple[Process, tuple[Kind, ...]]] = [(process, _OF_WORKERS) for process in trace.workers.values()]
+    everybody += [(process, (*_OF_DAEMONS, *OF_LINKS)) for process in trace.daemons.values()]
+    places, abouts, clocks = [], [], []
+    for process, kinds in everybody:
+        records = process.records
+        kept = np.flatnonzero(np.isin(records["kind"], kinds) & (records["name"] > 0)).astype(np.int32)
+        places.append(kept)
+        abouts.append((records["name"][kept].astype(np.uint64) << np.uint64(32)) | records["plan"][kept])
+        clocks.append(records["clock"][kept])
+    about = _all_of(abouts)
+    clock = _all_of(clocks)
+    numbers = [
+        np.searchsorted(about, its) * max(1, len(clock)) + np.searchsorted(clock, at)
+        for its, at in zip(abouts, clocks, strict=True)
+    ]
+    abouts.clear()
+    clocks.clear()
+    found = _all_of(numbers)
+    known = about[found // max(1, len(clock))]
+    rows, stage, first = [], np.full(len(found), 4 * len(everybody)), np.zeros(len(found), np.int64)
+    for place, ((process, _), kept) in enumerate(zip(everybody, places, strict=True)):
+        of = np.searchsorted(found, numbers[place])
+        kind = process.records["kind"][kept]
+        later = np.zeros(len(of), np.int64)  # links come after everything else, what was sent first
+        later[np.isin(kind, (Kind.QUEUED, Kind.SENT))] = 1
+        later[np.isin(kind, (Kind.RECEIVED, Kind.TAKEN))] = 2
+        for turn in range(3):
+            its = np.flatnonzero(later == turn)[::-1]
+            began = np.full(len(found), -1)
+            began[of[its]] = its
+            new = (began >= 0) & (stage > turn * len(everybody) + place)
+            stage[new], first[new] = turn * len(everybody) + place, began[new]
+        order = np.argsort(of, kind="stable")
+        starts = np.searchsorted(of[order], np.arange(len(found) + 1))
+        rows.append(RowsOfOperations(process, kept[order], starts))
+    came = np.lexsort((first, stage))
+    name, plan = (known >> np.uint64(32)).astype(np.int64), (known & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    at = clock[found % max(1, len(clock))] if len(found) else np.zeros(0, np.uint64)
+    return name, plan, at, came, rows
+
+
+def _all_of(parts: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
+    return np.unique(np.concatenate([np.unique(part) for part in parts])) if parts else np.zeros(0, np.int64)
 
 
 _BLOCK = 8  # operations that are put together at once

@@ -9,12 +9,11 @@ import pytest
 
 from fusion_rt.tracing.format import Kind, Role
 from fusion_rt.tracing.reader import RECORD_DTYPE
-from fusion_trace.read import chunk_columns
-from fusion_trace.read.chunk_columns import ChunkColumns
-from fusion_trace.read.chunks import OF_LINKS, Chunk, Row, of_link
+from fusion_trace.read import chunks as joining
+from fusion_trace.read.chunks import Chunk, ChunkColumns, of_link
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.operations import operations
+from fusion_trace.read.rows import NEVER, OF_LINKS, Row
 
 NODES = 3
 
@@ -56,7 +55,7 @@ def daemon(node: int, generator: np.random.Generator, numbered: list[int]) -> Pr
 ])  # fmt: skip
 @pytest.mark.parametrize("seed", range(4))
 def test_chunks_are_joined_alike(numbered: list[int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_columns, "_RECORDS", (1 << 18, 100)[seed % 2])  # all at once, or a few operations
+    monkeypatch.setattr(joining, "_RECORDS", (1 << 18, 100)[seed % 2])  # all at once, or a few operations
     generator = np.random.default_rng(seed)
     trace = JobTrace("x", tuple(daemon(node, generator, numbered) for node in range(NODES)), ("", "a", "b"), {})
     every = operations(trace)

@@ -1,27 +1,32 @@
-"""The records of each operation of a job, in columns: nothing here makes a Python object of a record.
+"""The records of a process that are about operations, in columns: nothing here makes a Python object of a record.
 
 Operations are numbered. A column has a value for each of them, in the order of these numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.reader import Records
-from fusion_trace.read.chunks import OF_LINKS, Row
-from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.span_columns import matched
+from fusion_trace.read.job import Process
+from fusion_trace.read.span_columns import Ints, matched
 
-Ints = NDArray[np.int64]
+__all__ = ["NEVER", "OF_LINKS", "Ints", "Row", "RowsOfOperations"]
+
 NEVER = np.iinfo(np.int64).min
 """The time of unrecorded events."""
+
+OF_LINKS = (Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)
+
+Row: TypeAlias = tuple[int, int, int, int, int]
+"""Fields of a record: kind, time, value, extra, peer."""
 
 _FIELDS = ("kind", "time", "value", "extra", "peer")
 
@@ -106,85 +111,9 @@ class RowsOfOperations:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class OperationIndex:
-    """The operations of a job, numbered in no order that means anything.
-
-    Attributes:
-        name, plan, clock: what identifies each; the name is its number in the job's table.
-        came: their order of appearance: workers by rank, then daemons by node, then chunks; a permutation.
-        workers, daemons: rows by rank, and by node. Those of daemons have the chunks too.
-    """
-
-    name: Ints
-    plan: Ints
-    clock: NDArray[np.uint64]
-    came: Ints
-    workers: Mapping[int, RowsOfOperations]
-    daemons: Mapping[int, RowsOfOperations]
-
-    def submitted(self) -> dict[int, Ints]:
-        """Returns when each rank handed each operation over first; `NEVER`: it did not."""
-        return {rank: rows.first(Kind.SUBMITTED) for rank, rows in self.workers.items()}
-
-
-def index_of(trace: JobTrace, of_workers: Sequence[Kind], of_daemons: Sequence[Kind]) -> OperationIndex:
-    """Returns the index of a job's operations, from what workers and daemons have recorded of these kinds."""
-    everybody = [(process, (*of_workers,)) for process in trace.workers.values()]
-    everybody += [(process, (*of_daemons, *OF_LINKS)) for process in trace.daemons.values()]
-    places, abouts, clocks = [], [], []
-    for process, kinds in everybody:
-        records = process.records
-        kept = np.flatnonzero(np.isin(records["kind"], kinds) & (records["name"] > 0)).astype(np.int32)
-        places.append(kept)
-        abouts.append((records["name"][kept].astype(np.uint64) << np.uint64(32)) | records["plan"][kept])
-        clocks.append(records["clock"][kept])
-    about = _all_of(abouts)
-    clock = _all_of(clocks)
-    numbers = [
-        np.searchsorted(about, its) * max(1, len(clock)) + np.searchsorted(clock, at)
-        for its, at in zip(abouts, clocks, strict=True)
-    ]
-    abouts.clear()
-    clocks.clear()
-    found = _all_of(numbers)
-    known = about[found // max(1, len(clock))]
-    rows, stage, first = [], np.full(len(found), 4 * len(everybody)), np.zeros(len(found), np.int64)
-    for place, ((process, _), kept) in enumerate(zip(everybody, places, strict=True)):
-        of = np.searchsorted(found, numbers[place])
-        kind = process.records["kind"][kept]
-        later = np.zeros(len(of), np.int64)  # links come after everything else, what was sent first
-        later[np.isin(kind, (Kind.QUEUED, Kind.SENT))] = 1
-        later[np.isin(kind, (Kind.RECEIVED, Kind.TAKEN))] = 2
-        for turn in range(3):
-            its = np.flatnonzero(later == turn)[::-1]
-            began = np.full(len(found), -1)
-            began[of[its]] = its
-            new = (began >= 0) & (stage > turn * len(everybody) + place)
-            stage[new], first[new] = turn * len(everybody) + place, began[new]
-        order = np.argsort(of, kind="stable")
-        starts = np.searchsorted(of[order], np.arange(len(found) + 1))
-        rows.append(RowsOfOperations(process, kept[order], starts))
-    came = np.lexsort((first, stage))
-    workers = dict(zip(trace.workers, rows, strict=False))
-    daemons = dict(zip(trace.daemons, rows[len(workers) :], strict=True))
-    return OperationIndex(
-        (known >> np.uint64(32)).astype(np.int64),
-        (known & np.uint64(0xFFFFFFFF)).astype(np.int64),
-        clock[found % max(1, len(clock))] if len(found) else np.zeros(0, np.uint64),
-        came,
-        workers,
-        daemons,
-    )
-
-
 def _is(kinds: NDArray[np.uint16], which: Sequence[Kind]) -> NDArray[np.bool_]:
     """Says which kinds are among some; a few comparisons are faster than a search."""
     found = np.zeros(len(kinds), bool)
     for kind in which:
         found |= kinds == kind
     return found
-
-
-def _all_of(parts: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
-    return np.unique(np.concatenate([np.unique(part) for part in parts])) if parts else np.zeros(0, np.int64)
