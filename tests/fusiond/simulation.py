@@ -26,10 +26,13 @@ from fusion_rt.core.topology import ProcessSet, Topology
 from fusion_rt.host.process_memory import Process
 from fusion_rt.kernels.ordinary import Operand, Remote
 from fusion_rt.settings import Settings
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.buckets.plans import Memory
+from fusiond.core.participants import Participants
 from fusiond.core.result import Result
 from fusiond.core.tracing import Job
 from fusiond.engine.engine import Engine
+from fusiond.operations.context import Context
 from fusiond.transport import flow_control
 
 Array = npt.NDArray[Any]
@@ -43,8 +46,13 @@ class Node:
         self._job = job
         self.node = node
         memory = job.memories[node] if job.memories else None
-        self.engine = Engine(job.topology, node, job.settings, self, memory=memory)
+        self.engine = Engine(self.context(), memory=memory)
         self.failure = ""
+
+    def context(self, trace: Instrument = NULL) -> Context:
+        """The surroundings of an engine on this node."""
+        topology = self._job.topology
+        return Context(topology, self.node, self._job.settings, self, Participants(topology, self.node), trace)
 
     def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
         assert self._job.topology.node_of(rank) == self.node

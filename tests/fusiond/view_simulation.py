@@ -92,13 +92,7 @@ class ViewNode(Node):
 
     def begin_epoch(self) -> None:
         self.engine.fail_job("its ranks have left the job")
-        self.engine = Engine(
-            self._view_job.topology,
-            self.node,
-            self._view_job.settings,
-            self,
-            self.membership.epoch,
-        )
+        self.engine = Engine(self.context(), self.membership.epoch)
         self._dispatch.engine_begins(self.engine)
         self.losses.epoch_begins(self.membership.epoch, self.engine)
         self._starting.check_up()

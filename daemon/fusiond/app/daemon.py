@@ -79,14 +79,7 @@ class Daemon:
         loop = self._loop = EventLoop()
         self._mesh: Mesh | None = None
         if config.elastic or len(config.topology.hosts) > 1:
-            self._mesh = Mesh(
-                loop,
-                config,
-                settings,
-                lambda: self._formation.mesh_up(),
-                lambda node, why: self._formation.peer_lost(node, why),
-                self._trace,
-            )
+            self._mesh = Mesh(loop, config, settings, self, self._trace)
         timeline = TimelineController(
             loop,
             self._trace,
@@ -282,6 +275,14 @@ class Daemon:
     def starter_gone(self) -> None:
         if self._config.attached:
             self._formation.ending.starter_gone()
+
+    # --- MeshEvents ---------------------------------------------------------------------------------------------------
+
+    def mesh_up(self) -> None:
+        self._formation.mesh_up()
+
+    def peer_lost(self, node: int, why: str) -> None:
+        self._formation.peer_lost(node, why)
 
     # --- what it says about itself ------------------------------------------------------------------------------------
 

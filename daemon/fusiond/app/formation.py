@@ -144,20 +144,19 @@ class Formation:
 
     def _make_engine(self) -> None:
         """Makes the engine of a membership epoch, which gets the messages of peers and workers from now on."""
+        from fusiond.core.participants import Participants
         from fusiond.engine.engine import Engine
+        from fusiond.operations.context import Context
         from fusiond.shards import KeptShards
 
         self.parts.kept = self.parts.kept or KeptShards()
+        topology, node, parts = self.config.topology, self.config.node, self.parts
+        participants = Participants(topology, node, self.absent)
         self.engine = Engine(
-            self.config.topology,
-            self.config.node,
-            self.parts.settings,
-            self.effects,
+            Context(topology, node, parts.settings, self.effects, participants, parts.trace),
             self.membership.epoch,
-            self.parts.trace,
-            self.absent,
-            self.parts.memory if self.config.elastic else None,
-            self.parts.kept,
+            parts.memory if self.config.elastic else None,
+            parts.kept,
         )
         self.peer_dispatch.engine_begins(self.engine)
         self.worker_dispatch.engine_begins(self.engine)

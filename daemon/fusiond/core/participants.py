@@ -57,11 +57,11 @@ class Participants:
         groups: those that a local rank has opened, by id; also closed ones, whose keys are not used again.
     """
 
-    def __init__(self, topology: Topology, node: int) -> None:
+    def __init__(self, topology: Topology, node: int, absent: Collection[int] = ()) -> None:
         self.topology = topology
         self.departed: set[int] = set()
         self.lost: dict[int, str] = {}
-        self.lost_nodes: set[int] = set()
+        self.lost_nodes = set(absent)
         self.joined: list[int] = []
         self.joins = 0
         self.groups: dict[int, Group] = {}

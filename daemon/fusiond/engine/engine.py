@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.core.topology import Topology
 from fusion_rt.kernels.ordinary import Operand
 from fusion_rt.kernels.team import Team
-from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
-from fusion_rt.tracing.recorder import NULL, Instrument
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import Memory, Plans
 from fusiond.collectives.base import Array
@@ -32,8 +29,6 @@ from fusiond.control.questions import Questions
 from fusiond.control.stalls import Stalls
 from fusiond.control.waiting import Survey
 from fusiond.core.dispatch import Handlers
-from fusiond.core.effects import Effects
-from fusiond.core.participants import Participants
 from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.exchanges import Exchanges, Route, Section
@@ -53,12 +48,8 @@ class Engine:
     """All operations of a node.
 
     Args:
-        topology, node: who is where, and which node this is.
-        settings: sizes and time-outs.
-        outside: acts for the engine.
+        context: its surroundings.
         epoch: the membership epoch.
-        trace: what is done is recorded there.
-        absent: nodes that take no part.
         memory: of codecs, from the formation before; in an elastic job.
         kept: shards of the formation before.
 
@@ -68,28 +59,19 @@ class Engine:
 
     def __init__(
         self,
-        topology: Topology,
-        node: int,
-        settings: Settings,
-        outside: Effects,
+        context: Context,
         epoch: int = 0,
-        trace: Instrument = NULL,
-        absent: Collection[int] = (),
         memory: Memory | None = None,
         kept: KeptShards | None = None,
     ) -> None:
-        self.topology = topology
-        self.node = node
-        self.participants = Participants(topology, node)
-        self.participants.lost_nodes.update(absent)
-        self._outside = outside
+        self._context = context
+        self.topology, self.node, self.participants = context.topology, context.node, context.participants
+        self._outside, self._trace = context.outside, context.trace
         self._epoch = epoch
-        self.progress = {rank: Progress() for rank in topology.ranks[node]}
-        context = self._context = Context(topology, node, settings, outside, self.participants, trace)
-        self._trace = trace
-        self._work = ThreadWork(outside.run_jobs)
+        self.progress = {rank: Progress() for rank in self.topology.ranks[self.node]}
+        self._work = ThreadWork(context.outside.run_jobs)
         self.operations = NodeOperations(context, self._work, self)
-        self._plans = Plans(Team(settings.kernel_threads), memory)
+        self._plans = Plans(Team(context.settings.kernel_threads), memory)
         self.homes = ParameterService(
             context, self._work, epoch, self.operations.home_failed, self._operations_of, kept
         )

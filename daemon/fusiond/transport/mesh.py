@@ -28,6 +28,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import zmq
 
@@ -58,15 +59,23 @@ _LOOK = 0.25  # seconds between looks at who is silent, at most
 _GREETING = delivery.payload_head(0) + wire.encode(wire.Heartbeat())
 
 
+class MeshEvents(Protocol):
+    """The daemon, as its mesh sees it."""
+
+    def mesh_up(self) -> None:
+        """Every peer has greeted this node, and every connection to them stands: once, and after each `reform`."""
+
+    def peer_lost(self, node: int, why: str) -> None:
+        """A peer is lost, for this reason."""
+
+
 class Mesh:
     """This node's sockets to its peers.
 
     Args:
         loop: watches the sockets.
         config, settings: this node's place; encryption, sizes, time-outs.
-        on_up: called when every peer has greeted this node and every connection to them stands: once, and after
-            each `reform`.
-        on_lost: called with (node, sentence) when a peer is lost.
+        owner: hears of peers that come up and are lost.
         trace: records payloads, links and clocks.
         clock: nanoseconds, those of the recorder.
 
@@ -79,16 +88,14 @@ class Mesh:
         loop: EventLoop,
         config: DaemonConfig,
         settings: Settings,
-        on_up: Callable[[], None],
-        on_lost: Callable[[int, str], None],
+        owner: MeshEvents,
         trace: Instrument = NULL,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._loop = loop
         self._config = config
         self._settings = settings
-        self._on_up = on_up
-        self._on_lost = on_lost
+        self._owner = owner
         self._trace = trace
         self._clock = clock
         self._up = False
@@ -362,7 +369,7 @@ class Mesh:
             if not peer.watched:
                 peer.watched = True
                 peer.suspicion = self._suspicion()
-        self._on_up()
+        self._owner.mesh_up()
 
     def _link_broke(self, link: Link) -> None:
         peer = self._peer_of(link)
@@ -406,7 +413,7 @@ class Mesh:
             return
         self._reception.refuse(peer)
         peer.give_up(why)
-        self._on_lost(node, why)
+        self._owner.peer_lost(node, why)
 
     # --- what peers say about connections -----------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def recorded(sizes: list[int]) -> list[Event]:
     """What the node of the rank that receives has recorded of messages of all kinds, of which some fail."""
     mail, kept = Mail(sizes), Kept()
     last = mail.job.nodes[-1]
-    last.engine = Engine(mail.job.topology, last.node, mail.job.settings, last, trace=kept)
+    last.engine = Engine(last.context(kept))
     mail.send(0, 1, b"abcd", inline=True, answered=False)
     mail.receive(1, wire.ANYBODY, 4, inline=True)
     mail.receive(1, 0, 4, seconds=2.0)

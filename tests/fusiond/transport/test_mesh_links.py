@@ -38,7 +38,7 @@ class Node:
         self.got: list[Got] = []
         self.lost: list[str] = []
         self.up = False
-        self.mesh = Mesh(self.loop, DaemonConfig("test", node, TOPOLOGY), settings, self._now_up, self._lose)
+        self.mesh = Mesh(self.loop, DaemonConfig("test", node, TOPOLOGY), settings, self)
         self.mesh.take_with(self._take)
         self.other = 1 - node
 
@@ -46,11 +46,11 @@ class Node:
         assert node == self.other
         self.got.append((message, None if payload is None else bytes(payload)))
 
-    def _now_up(self) -> None:
+    def mesh_up(self) -> None:
         assert not self.up
         self.up = True
 
-    def _lose(self, node: int, why: str) -> None:
+    def peer_lost(self, node: int, why: str) -> None:
         assert node == self.other
         self.lost.append(why)
 
