@@ -20,8 +20,7 @@ from dataclasses import replace
 from fusion_rt.core.errors import FusionError, SettingError
 from fusion_rt.runner.agent.worker_variables import forwarded
 from fusion_rt.runner.command import config_file, flags
-from fusion_rt.runner.command.flags import make_parser
-from fusion_rt.runner.command.option_values import Choices
+from fusion_rt.runner.command.flags import Choices, make_parser
 from fusion_rt.runner.decisions.host_list import Host, parse_hostfile, parse_hosts
 from fusion_rt.runner.decisions.limits import ElasticLimits
 from fusion_rt.runner.decisions.places import add_shard_hosts, fill, shard_host_names

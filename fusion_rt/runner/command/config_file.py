@@ -12,7 +12,7 @@ from typing import Any
 
 from fusion_rt.core.errors import SettingError
 from fusion_rt.knobs import Knob
-from fusion_rt.runner.command.option_values import Choice
+from fusion_rt.runner.command.flags import Choice
 from fusion_rt.settings import KNOBS
 from fusion_rt.units import CODEC, SWITCH, TEXT
 

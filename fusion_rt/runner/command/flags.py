@@ -1,4 +1,4 @@
-"""The flags of `fusionrun`: a parser made from the table of settings, and the choices in what it parsed.
+"""The flags of `fusionrun`: a parser made from the table of settings, the choices in what it parsed, and their values.
 
 Flags are spelled as Horovod's, may be abbreviated as long as they are unique, and end with the first word that is no
 flag: from there on it is the command.
@@ -7,14 +7,15 @@ flag: from there on it is the command.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import fusion_rt
 from fusion_rt.core.errors import SettingError
 from fusion_rt.knobs import GROUPS, Knob
-from fusion_rt.runner.command.option_values import Choice
 from fusion_rt.settings import KNOBS
 from fusion_rt.units import SWITCH
 
@@ -23,6 +24,67 @@ _RIVALS = (
     (("hosts", "hostfile", "host_discovery_script"), "each says where the workers run"),
     (("use_gloo", "use_mpi", "use_jsrun"), "each names a controller"),
 )
+_BY_NAME = {knob.name: knob for knob in KNOBS}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value, and where it stands: the flag, or the YAML key and its file."""
+
+    knob: Knob
+    value: Any
+    source: str
+
+    @classmethod
+    def read(cls, knob: Knob, text: str, source: str) -> Choice:
+        """The choice in a text. Raises `SettingError`; the sentence begins with the source."""
+        return cls(knob, knob.parse(text, source), source)
+
+    @property
+    def does_nothing(self) -> bool:
+        """Tells whether something is asked for that does not happen; what happens anyway may be asked for."""
+        return bool(self.knob.idle) and self.value is not False and self.value != self.knob.default
+
+
+class Choices:
+    """The choices that hold, by the knobs' names."""
+
+    def __init__(self, chosen: Mapping[str, Choice]) -> None:
+        self._chosen = chosen
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a knob: chosen, or its default (None if it has none)."""
+        choice = self._chosen.get(name)
+        return _BY_NAME[name].default if choice is None else choice.value
+
+    def variables(self) -> dict[bytes, bytes]:
+        """The environment variables that stand for the choices."""
+        return {
+            os.fsencode(choice.knob.variable): os.fsencode(choice.knob.write(choice.value))
+            for choice in self._chosen.values()
+            if choice.knob.variable
+        }
+
+    def warnings(self, environ: Mapping[str, str]) -> list[str]:
+        """At most one sentence, on what has no effect here.
+
+        Args:
+            environ: variables of it that Horovod would act on are named, too.
+        """
+        idle = {choice.knob: choice.source for choice in self._chosen.values() if choice.does_nothing}
+        for knob in KNOBS:
+            is_set = environ.get(knob.variable, "") not in ("", "0")
+            if is_set and knob.idle and knob.name not in self._chosen and knob.variable.startswith("HOROVOD_"):
+                idle[knob] = knob.variable
+        return [f"accepted as in horovodrun, but without effect here: {_by_reason(idle)}"] if idle else []
+
+
+def _by_reason(sources: Mapping[Knob, str]) -> str:
+    """`--a, --b (why); --c (why)`."""
+    reasons: dict[str, list[str]] = {}
+    for knob, source in sources.items():
+        reasons.setdefault(knob.idle, []).append(source)
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
 
 
 class _Switch(argparse.Action):

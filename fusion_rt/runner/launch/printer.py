@@ -13,18 +13,24 @@ import select
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ROOM = 4 * 1024 * 1024  # bytes that may wait
 
 
-@dataclass(frozen=True)
+@dataclass
 class PrinterStatistics:
-    """Counters of a `Printer`: bytes written, bytes waiting, and bytes dropped because writing failed."""
+    """Counters of a `Printer`, in bytes.
 
-    written: int
-    waiting: int
-    dropped: int
+    Attributes:
+        written: by its thread.
+        waiting: changed by the event loop's thread only.
+        dropped: because writing failed, or since there was no room and the producers had to be heard to the end.
+    """
+
+    written: int = 0
+    waiting: int = 0
+    dropped: int = 0
 
 
 class Printer:
@@ -36,22 +42,20 @@ class Printer:
         self._room = asyncio.Event()
         self._room.set()
         self._waits = True
-        self._waiting = 0  # changed by the event loop's thread only
         self._finished = 0  # bytes of which the event loop has not been told
         self._telling = threading.Lock()
-        self._written = 0
-        self._dropped = 0
+        self._counted = PrinterStatistics()
         self.failures: dict[int, OSError] = {}  # by descriptor: why nothing more is written to it
         self._thread = threading.Thread(target=self._run, name="printer", daemon=True)
         self._thread.start()
 
     def write(self, fd: int, data: bytes) -> None:
         """Queues `data` for a descriptor; never blocks."""
-        if self._waiting > ROOM and not self._waits:
-            self._dropped += len(data)
+        if self._counted.waiting > ROOM and not self._waits:
+            self._counted.dropped += len(data)
             return
-        self._waiting += len(data)
-        if self._waiting > ROOM and self._waits:
+        self._counted.waiting += len(data)
+        if self._counted.waiting > ROOM and self._waits:
             self._room.clear()
         self._queue.put((fd, data))
 
@@ -73,7 +77,8 @@ class Printer:
         return not self._thread.is_alive()
 
     def statistics(self) -> PrinterStatistics:
-        return PrinterStatistics(self._written, self._waiting, self._dropped)
+        """Returns the counters as they are now."""
+        return replace(self._counted)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -84,7 +89,7 @@ class Printer:
             except OSError as error:
                 self.failures[fd] = error
             if fd in self.failures:
-                self._dropped += len(data)
+                self._counted.dropped += len(data)
             self._tell(len(data))
 
     def _tell(self, count: int) -> None:
@@ -107,12 +112,12 @@ class Printer:
             except BlockingIOError:  # whoever started the launcher left this descriptor non-blocking
                 select.select([], [fd], [])
                 continue
-            self._written += count
+            self._counted.written += count
             view = view[count:]
 
     def _done(self) -> None:
         with self._telling:
             count, self._finished = self._finished, 0
-        self._waiting -= count
-        if self._waiting <= ROOM:
+        self._counted.waiting -= count
+        if self._counted.waiting <= ROOM:
             self._room.set()

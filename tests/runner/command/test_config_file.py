@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.config_file import MAX_BYTES, read
-from fusion_rt.runner.command.option_values import Choices
+from fusion_rt.runner.command.flags import Choices
 
 HOROVODS = """
 controller: gloo
