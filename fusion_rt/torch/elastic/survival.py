@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
+import torch
+
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.core.wording import go_on
@@ -26,15 +28,16 @@ from fusion_rt.torch.core.process_sets import global_process_set
 from fusion_rt.torch.core.runtime import runtime, step_out
 from fusion_rt.torch.elastic import donors, mirrors
 from fusion_rt.torch.elastic.donors import Donors
-from fusion_rt.torch.elastic.healing import heal
 from fusion_rt.torch.elastic.sampler import Standing
 from fusion_rt.torch.elastic.state import State
-from fusion_rt.torch.ops.objects import allgather_object
+from fusion_rt.torch.ops.objects import allgather_object, broadcast_all
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.at_step.at_step import AtStep
+from fusion_rt.torch.sync.at_step.outer_optimizer import OuterOptimizer
+from fusion_rt.torch.sync.broadcasting import broadcast_step
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.slots import in_order
-from fusion_rt.torch.sync.step_schedule import Outcome, ShardClock, enter_all, everyone
+from fusion_rt.torch.sync.step_schedule import Outcome, Schedule, ShardClock, enter_all, everyone
 from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.wire import is_group
 
@@ -389,3 +392,34 @@ def plan_ahead(sync: Synchroniser) -> None:
     by_name = {slot.name: slot for slot in sync.slots}
     order = in_order([*(by_name[name] for name in sync.plan.order if name in by_name), *sync.slots])
     sync.plan.propose({slot.name: slot for slot in order}, sync.schedule.reduction(), ahead=True)
+
+
+def heal(part: Schedule, root: int, is_behind: bool) -> None:
+    """Gives all ranks what an optimizer's last exchange has made of its parameters, and of its state, on a rank.
+
+    Where ranks take local steps this is the start of the next ones, and the outer optimizer, if there is one. If there
+    is none, ranks that have not got the mean of the parameters go on with their own until the next exchange: nobody
+    knows the mean any more.
+
+    Args:
+        part: the optimizer's.
+        root: the rank that has the results.
+        is_behind: this rank has not.
+
+    Raises:
+        HorovodInternalError: it failed, on all ranks.
+    """
+    if not part.local:
+        broadcast_step(part.sync.trained.optimizer(), root)
+    elif isinstance(part, OuterOptimizer):
+        slots = list(part.sync.slots)
+        for slot in slots:
+            if slot.start is None:
+                slot.start = slot.parameter.detach().clone()
+            if slot.velocity is None:
+                slot.velocity = torch.zeros_like(slot.parameter)
+        tensors = [tensor for slot in slots for tensor in (slot.start, slot.velocity) if tensor is not None]
+        broadcast_all([(None, tensor) for tensor in tensors], root, global_process_set)
+        for slot in slots if is_behind else ():
+            assert slot.start is not None
+            slot.parameter.detach().copy_(slot.start)
