@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from fusion_rt.c10d.hooks.sets import check_job, process_set_of
 from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.sync.handed import HandedSlot, stand_in
 from fusion_rt.torch.sync.parameters import Named
-from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.slots import slots_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -220,9 +219,8 @@ def _elements(bucket: GradBucket, buffer: torch.Tensor) -> list[_Arrived]:
 
 def _check_reduced_once(name: str, parameter: torch.Tensor) -> None:
     """Raises `ValueError` if a distributed optimizer reduces the parameter's gradient, too."""
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        slot = hook.args[0] if isinstance(hook, partial) and hook.args else None
-        if isinstance(slot, Slot) and slot.owner.sync.options.algorithm.sums_gradients:  # type: ignore[attr-defined]
+    for slot in slots_of(parameter):
+        if slot.owner.sync.options.algorithm.sums_gradients:  # type: ignore[attr-defined]
             raise ValueError(
                 f"the gradient of {name!r} would be reduced twice: by DDP's hook, and by hvd.DistributedOptimizer; "
                 "with DDP use the optimizer as it is, or one with local_sgd or diloco"

@@ -266,11 +266,15 @@ class Slot:
 
     def _take_over(self) -> None:
         """Takes the parameter over from an optimizer that was made before, which objects if it is used again."""
-        for hook in list((getattr(self.parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-            before = getattr(hook, "__self__", None)
-            if isinstance(before, Slot):
-                before.forget()
-                before.owner.lose(before)
+        for before in slots_of(self.parameter):
+            before.forget()
+            before.owner.lose(before)
+
+
+def slots_of(parameter: torch.Tensor) -> list[Slot]:
+    """Returns the slots to which autograd tells of a parameter's gradient, by their `come_last` among its hooks."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return [owner for hook in hooks.values() if isinstance(owner := getattr(hook, "__self__", None), Slot)]
 
 
 def _arrived(slot: Slot, results: Any, gradients: Any) -> None:
