@@ -43,11 +43,11 @@ FRAMED = 1514 / 1448
 """Bytes on an Ethernet link for each byte of payload, at an MTU of 1500 and with TCP timestamps."""
 
 MOST_HOSTS = 4096
-LEAST = 0.07  # of a prediction, that the model is off where nothing else is in doubt
+LEAST = 0.1  # of a prediction, that the model is off where nothing else is in doubt
 _NEARLY = 0.03  # of the recorded step: walks that are off by no more are as good as each other
 _NEARLY_USED = 0.05  # the same of walks in which daemons work for as long as their processor time says
-_HIDDEN = 0.9  # of the recorded step: from there on links hide daemons' work
-_EASED = 0.7  # of daemons' work that links hid is left where links are idle: each part of a message costs some of it
+_HIDDEN = 0.8  # of the recorded step: from there on links hide daemons' work
+_EASED = 0.5  # of daemons' work that links hid is left where links are idle: slow ones bring messages in pieces
 _CROWDED, _MOST_CROWDED = 0.04, 0.2  # of work, for each time that it waits as long as it lasts; and at most
 _USED = 1.3  # times that daemons' work may be more, or less, than their processor time says
 _IN_JOB = 1.25  # times as long a codec works in a daemon as alone: its parts wait for each other
@@ -281,8 +281,8 @@ class Model:
         high = _largest(lambda work: self._step(work) <= seconds * (1 + nearly), seconds)
         if work.used is None:
             return low, _largest(lambda work: self._step(work) <= seconds, seconds), high
-        likely = min(max(work.used * work.stretched, low), high)
-        return max(low, likely / _USED), likely, min(high, likely * _USED)
+        likely = min(work.used * work.stretched, high)
+        return likely / _USED, likely, min(high, likely * _USED)
 
     def _step(self, work: float) -> float:
         self._work = work
