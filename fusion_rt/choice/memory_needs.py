@@ -13,7 +13,8 @@ from fusion_rt.codecs import Codec
 from fusion_rt.units import MIB
 
 SCRATCH_NBYTES = 256 * MIB
-"""At most, for the encoded and received data of buckets under way in a daemon; it does not grow with their number."""
+"""At most, for the encoded and received data of buckets under way in a daemon, in all-reduces or to and from homes; it
+does not grow with their number."""
 
 DAEMON_NBYTES = 150 * MIB
 """At most, for a daemon itself, whatever it does."""
@@ -30,7 +31,7 @@ class Needs:
     Attributes:
         worker: of one worker: its parameters, gradients, what the algorithm keeps beside them, and its arena, which the
             daemon has mapped, too. Without the state of the script's optimizer, and activations.
-        daemon: of one daemon, the memory of codecs and homes, and messages to and from homes under way; besides
+        daemon: of one daemon, the memory of codecs and homes, with contributions that wait there; besides
             `SCRATCH_NBYTES` and `DAEMON_NBYTES`.
     """
 
@@ -63,10 +64,9 @@ def _daemon(algorithm: Algorithm, codec: Codec, nodes: int, workers: int, ranks:
         return 0.0
     if not algorithm.at_homes:
         return codec.memory()
-    messages = 2.0 * workers  # to homes and from them, of all buckets at once
     state = optimizer if algorithm.steps_at_home else 0.0
     copies = algorithm.home_copies(ranks) + state
     if algorithm.at_shards:  # each node has its share of them, and the contributions of a clock that others have sent
         told = 0.0 if codec.lossless else 2.0 * ranks
-        return (copies + told + ranks - workers) / nodes + workers * codec.memory() + messages
-    return workers * (copies + codec.memory()) + messages
+        return (copies + told + ranks - workers) / nodes + workers * codec.memory()
+    return workers * (copies + 2.0 + codec.memory())  # of two neighbours who are ahead, the contributions wait there

@@ -66,7 +66,7 @@ from fusion_rt.wire.coding import (
     peer_schema,
 )
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
-from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceKind
+from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceKind, PieceTaken
 from fusion_rt.wire.figures import Figures, FiguresRequest, LinkFigures, RankFigures
 from fusion_rt.wire.inquiries import (
     Frame,
@@ -149,7 +149,6 @@ from fusion_rt.wire.peers import (
     Leaving,
     LinkTimes,
     Measure,
-    Mirrored,
     NewEpoch,
     Occupied,
     Path,
@@ -272,7 +271,6 @@ __all__ = [
     "MessageOver",
     "MessageSent",
     "MessagesTaken",
-    "Mirrored",
     "Mismatch",
     "Name",
     "NewEpoch",
@@ -288,6 +286,7 @@ __all__ = [
     "PeerMessage",
     "Piece",
     "PieceKind",
+    "PieceTaken",
     "Ping",
     "Place",
     "Plan",

@@ -19,7 +19,7 @@ from fusion_rt.wire.between_ranks import (
     MessagesTaken,
 )
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
-from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece
+from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceTaken
 from fusion_rt.wire.figures import Figures, FiguresRequest
 from fusion_rt.wire.inquiries import Locate, Located, WaitingHere, WaitingRequest
 from fusion_rt.wire.local import DaemonMessage, WorkerMessage
@@ -34,7 +34,6 @@ from fusion_rt.wire.peers import (
     Leaving,
     LinkTimes,
     Measure,
-    Mirrored,
     NewEpoch,
     Occupied,
     PeerHello,
@@ -62,9 +61,9 @@ from fusion_rt.wire.views import (
 PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | LinkTimes | Up
     | NewEpoch | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
-    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Mirrored
-    | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Held | CaughtUp | Piece | RingsRequest | Rings
-    | RingPieceRequest | RingPiece | RelayOpened | Relayed
+    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied
+    | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Held | CaughtUp | Piece | PieceTaken
+    | RingsRequest | Rings | RingPieceRequest | RingPiece | RelayOpened | Relayed
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit
     | Suspected | Canvass | Support | ViewProposal | ViewAnswer | NewView | Handover | Settled
 )  # fmt: skip

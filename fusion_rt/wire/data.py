@@ -64,6 +64,23 @@ class CaughtUp(msgspec.Struct, tag="caughtup", array_like=True):
     key: OpKey
 
 
+class PieceTaken(msgspec.Struct, tag="ptaken", array_like=True):
+    """The receiver of a message in pieces has taken it in: the sender may have as many more bytes under way. A mirror
+    takes its shard's messages in one after the other, and has all up to this one.
+
+    Attributes:
+        epoch, plan, bucket, kind, clock: of the message; see `Piece`.
+        nbytes: how many.
+    """
+
+    epoch: Count
+    plan: Count
+    bucket: Count
+    kind: PieceKind
+    clock: Count
+    nbytes: Count
+
+
 class Piece(msgspec.Struct, tag="p", array_like=True):
     """A piece of a message to or from a bucket's home; its payload is the next frame.
 

@@ -195,19 +195,6 @@ class Occupied(msgspec.Struct, tag="occupied", array_like=True):
     operations: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_OCCUPIED)] = ()
 
 
-class Mirrored(msgspec.Struct, tag="mirrored", array_like=True):
-    """Tells a shard that its mirror has all messages up to this number.
-
-    Attributes:
-        plan, bucket: whose shard it is.
-        number: of the message: `Piece.clock`.
-    """
-
-    plan: Count
-    bucket: Count
-    number: Count
-
-
 class SnapshotsHeld(msgspec.Struct, tag="snapshots", array_like=True):
     """Tells the nodes with homes of a plan which snapshots of its group the sender has on disk.
 

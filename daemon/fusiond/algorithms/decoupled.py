@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step, Wake, combined
+from fusiond.algorithms.home import Home, HomeAlgorithm, Step, Wake, combined
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 
@@ -32,6 +32,7 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
     """
 
     waits = True
+    answers_all = True
 
     def __init__(self, spec: algorithms.Decoupled, ranks: int) -> None:
         super().__init__(spec, ranks)
@@ -76,7 +77,6 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
         return self.spec.grace * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
 
     def _step(self, home: Home, now: float) -> Iterator[Step]:
-        assert home.value is not None
         kind = home.dtype.storage.type
         home.scratch.pop("window", None)
         parts = [part for _, part in sorted(home.slots.pop(0).items())]
@@ -88,7 +88,7 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
         self.apply(home, combined(parts, change))
         home.scratch["steps"] = np.append(home.scratch.get("steps", np.zeros(0)), now)[-_REMEMBERED:]
         for part in parts:
-            yield Answer(part, home.value)
+            yield self.answer(home, part)
 
     def change(self, home: Home, part: Contribution) -> None:
         """Takes an outer step."""

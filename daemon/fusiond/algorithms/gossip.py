@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -50,6 +50,11 @@ class Gossip(HomeAlgorithm[Spec]):
         senders = [rank for rank, _ in self.graph.incoming(home.rank, own.clock) if rank in home.present]
         if home.leads and (silent := set(senders).difference(receivers)):  # they do not hear how far this rank is
             yield Send(sorted(silent), "want", own.values[:0], own.clock, payload=_NOTHING)
+
+    def addressees(self, home: Home, part: Contribution | None) -> Collection[int]:
+        if part is None or part.rank != home.rank or part.kind not in ("post", "pass"):
+            return ()
+        return [rank for rank, _ in self.graph.outgoing(home.rank, part.clock)]
 
     def without(self, home: Home, rank: int) -> Iterator[Step]:
         del rank

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -194,6 +194,7 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         waits: a worker may have to wait for other ranks, and so has to hear that they wait in another operation.
         tells: the home of the first bucket tells the others what to do.
         carries: what comes to `change` without rates is kept for a later step.
+        answers_all: a part may be followed by answers to all ranks; else only to the one that posted it.
         keeps_value: homes keep a value; a seed is needed before anything else.
     """
 
@@ -201,6 +202,7 @@ class HomeAlgorithm(ABC, Generic[Spec]):
     waits: ClassVar[bool] = False
     tells: ClassVar[bool] = False
     carries: ClassVar[bool] = False
+    answers_all: ClassVar[bool] = False
     keeps_value: ClassVar[bool] = True
 
     def __init__(self, spec: Spec, ranks: int) -> None:
@@ -268,11 +270,21 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         del home, rank
         return ()
 
+    def addressees(self, home: Home, part: Contribution | None) -> Collection[int]:
+        """Returns the ranks that may be sent values when a part is taken in; None: when `elapsed` or `without` is
+        called. A home takes a part in when there is room for that (`fusiond.shards.node`)."""
+        posted = set() if part is None else {part.rank}
+        return posted | home.present if self.answers_all else posted
+
+    def answer(self, home: Home, part: Contribution) -> Answer:
+        """Returns the answer to a sender that may go on: the home as it is now."""
+        assert home.value is not None
+        return Answer(part, home.value)
+
     def asked(self, home: Home, part: Contribution) -> Answer:
         """A worker contributes nothing, and is told what the home has; that of its own replica, which changes it has
         not got."""
-        assert home.value is not None
-        return Answer(part, home.value)
+        return self.answer(home, part)
 
     def awaited(self, home: Home) -> list[int]:
         """Returns the ranks that a home waits for, as far as can be told: those missing in its oldest slot, or else the
@@ -319,11 +331,3 @@ class ShardAlgorithm(HomeAlgorithm[Spec]):
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         self.apply(home, part)
         yield self.answer(home, part)
-
-    def answer(self, home: Home, part: Contribution) -> Answer:
-        """Returns the answer to a sender that may go on: the home as it is now."""
-        assert home.value is not None
-        return Answer(part, home.value)
-
-    def asked(self, home: Home, part: Contribution) -> Answer:
-        return self.answer(home, part)

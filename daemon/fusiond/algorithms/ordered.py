@@ -28,6 +28,7 @@ class Ordered(HomeAlgorithm[Spec]):
     """
 
     waits = True
+    answers_all = True
     tells = True
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -43,6 +43,11 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
                 self._change(home, part.values)
         else:
             yield from self._average(home, part)
+
+    def addressees(self, home: Home, part: Contribution | None) -> Collection[int]:
+        if part is None or part.kind == "mean":
+            return ()
+        return self._partners[home.rank] if part.kind == "post" and home.rank % 2 else (part.rank,)
 
     def _posted(self, home: Home, part: Contribution) -> Iterator[Step]:
         changes = home.aux.pop("changes", None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, Step, Wake, combined
+from fusiond.algorithms.home import Home, Step, Wake, combined
 from fusiond.algorithms.ordered import IN_TIME, LATE, Ordered
 from fusiond.core.contribution import Contribution
 
@@ -42,17 +42,15 @@ class Partial(Ordered[algorithms.Partial]):
         return len(missing) <= max(self.spec.backup, len(missing - home.expected))
 
     def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
-        assert home.value is not None
         values, carried = [part.values for part in parts], home.aux.get("carried")
         gradient = home.mean(values if carried is None else [*values, carried], self.ranks)
         self.apply(home, combined(parts, gradient))
         for part in parts:
-            yield Answer(part, home.value)
+            yield self.answer(home, part)
 
     def carry(self, home: Home, part: Contribution) -> Iterator[Step]:
-        assert home.value is not None
         self.apply(home, Contribution(part.rank, part.values, clock=part.clock))
-        yield Answer(part, home.value)
+        yield self.answer(home, part)
 
     def change(self, home: Home, part: Contribution) -> None:
         """Takes a step by what has come and was carried; or, of a part without rates, carries that."""

@@ -20,6 +20,8 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
     count.
     """
 
+    answers_all = True
+
     def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
         """Returns the gradient to be applied, of the parts of a clock that have one, in the order of their ranks."""
         contributors = {part.rank for part in parts} | home.joined
@@ -71,6 +73,7 @@ class SSP(ASP):
     then (pull after the gate). A rank that waits in another operation holds nobody back."""
 
     waits = True
+    answers_all = True
 
     def follow(self, home: Home, part: Contribution) -> Iterator[Step]:
         home.waiting.append(part)

@@ -29,7 +29,7 @@ from fusiond.core.deadlines import Deadlines
 from fusiond.core.tracing import about_key
 from fusiond.operations.operation import NodeOperations, Operation
 from fusiond.shards import ParameterService
-from fusiond.shards.timeouts import key_of
+from fusiond.shards.waits import key_of
 
 _AGAIN = 10.0  # seconds after which it is asked again about an operation whose time was up, and which has not ended
 _GRACE = 2.0  # seconds for what is late, or waits for a rank that has left, to complete, until it is asked again

@@ -32,6 +32,42 @@ SCRATCH_BYTES = 96 * 1024 * 1024
 twice that. Two threads of kernels need 64 MiB more for buckets of 16 MiB, and so all of it is at most 256 MiB."""
 
 
+class Room:
+    """Memory of which several users have parts. It has an end, but each user may have one part beyond it, so that none
+    waits for ever for another one.
+
+    Args:
+        nbytes: how much there is.
+
+    Attributes:
+        used: bytes that are in use.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.used = 0
+        self._nbytes = nbytes
+        self._of: Counter[int] = Counter()
+
+    def fits(self, user: int, nbytes: int) -> bool:
+        """Returns whether a user may have so many bytes more."""
+        return self.used + nbytes <= self._nbytes or not self._of[user]
+
+    def take(self, user: int, nbytes: int) -> None:
+        """Gives a user so many bytes, whether they fit or not."""
+        self.used += nbytes
+        self._of[user] += nbytes
+
+    def give_back(self, user: int, nbytes: int) -> None:
+        """Takes so many bytes back, or all that the user has."""
+        nbytes = min(nbytes, self._of[user])
+        self.used -= nbytes
+        self._of[user] -= nbytes
+
+    def drop(self, user: int) -> None:
+        """Takes back all that a user has."""
+        self.used -= self._of.pop(user, 0)
+
+
 @dataclass(slots=True)
 class _Waiting:
     """An operation that waits for room. `told`: the node that leads has begun it."""
@@ -50,10 +86,8 @@ class Admission:
 
     def __init__(self, under_way: Container[OpKey], nbytes: int) -> None:
         self._under_way = under_way
-        self._nbytes = nbytes
+        self._room = Room(nbytes)  # its users are plans
         self._admitted: dict[OpKey, int] = {}
-        self._of: Counter[int] = Counter()  # how many of them there are of each plan
-        self._used = 0
         self._waiting: dict[OpKey, _Waiting] = {}  # the first ones first
 
     def __contains__(self, key: OpKey) -> bool:
@@ -70,8 +104,7 @@ class Admission:
             return False
         self._waiting.pop(key, None)
         self._admitted[key] = nbytes
-        self._of[key.plan] += 1
-        self._used += nbytes
+        self._room.take(key.plan, nbytes)
         return True
 
     def told(self, key: OpKey) -> bool:
@@ -85,9 +118,7 @@ class Admission:
         """An operation is over; None: it has failed, and perhaps it is several."""
         keys = (key for key in self._admitted if key not in self._under_way) if completed is None else (completed,)
         for key in list(keys):
-            nbytes = self._admitted.pop(key, 0)
-            self._used -= nbytes
-            self._of[key.plan] -= bool(nbytes)
+            self._room.give_back(key.plan, self._admitted.pop(key, 0))
         if completed is None:
             self._waiting = {key: one for key, one in self._waiting.items() if key in self._under_way}
 
@@ -97,7 +128,7 @@ class Admission:
 
     def statistics(self) -> dict[str, int]:
         """Returns the `bytes` of scratch memory that operations under way may hold, and how many are `waiting`."""
-        return {"bytes": self._used, "waiting": len(self._waiting)}
+        return {"bytes": self._room.used, "waiting": len(self._waiting)}
 
     def _may_begin(self, key: OpKey, one: _Waiting) -> bool:
-        return one.told or self._used + one.nbytes <= self._nbytes or not self._of[key.plan]
+        return one.told or self._room.fits(key.plan, one.nbytes)

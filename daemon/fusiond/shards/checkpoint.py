@@ -110,7 +110,7 @@ class Checkpoints:
         bucket = client.bucket.index
         moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
         counts, codec = _counts(entries.pop("counts", None), 2, f"rank {client.rank} in bucket {bucket}"), None
-        if client.busy:
+        if client.busy or client.queued:
             raise under_way(client)
         if entries:
             codec = self._clients.opened(client)

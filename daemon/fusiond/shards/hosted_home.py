@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -20,8 +20,24 @@ from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.history import ShardHistory, ToMirror
 from fusiond.shards.messages import copied
+from fusiond.shards.node import Reservation
 
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
+
+
+@dataclass(slots=True, eq=False)
+class WaitingPart:
+    """A part that waits at a home.
+
+    Attributes:
+        part: what has come.
+        room: for what may be sent when it is taken in.
+        message: in which it came, if it is from another node.
+    """
+
+    part: Contribution
+    room: Reservation
+    message: wire.Piece | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +72,7 @@ class HostedHome:
     bucket: wire.Bucket
     home: Home
     nodes: tuple[int, ...]
-    waiting: deque[Contribution] = field(default_factory=deque)
+    waiting: deque[WaitingPart] = field(default_factory=deque)
     busy: int = 0
     later: deque[Act] = field(default_factory=deque)
     closed: bool = False
@@ -69,7 +85,7 @@ class HostedHome:
     mirror: int | None = None
     history: ShardHistory | None = None
     outbox: deque[ToMirror] = field(default_factory=deque)
-    _copied: tuple[int, weakref.ref[Array]] | None = None  # the last copy of the value, and of which version it is
+    _copies: WeakValueDictionary[int, Array] = field(default_factory=WeakValueDictionary)  # of the value, by version
     sent: int = 0
     mirrored: int = 0
     held: deque[tuple[int, list[Act]]] = field(default_factory=deque)
@@ -90,21 +106,19 @@ class HostedHome:
         return self.home.value is not None or not self.algorithm.keeps_value
 
     def may_begin(self) -> bool:
-        """Returns whether a thread may take in the part that has waited longest."""
+        """Returns whether a thread may take in a part."""
         if not self.waiting or self.later or self.closed:
             return False
-        if self.busy and (self.algorithm.exclusive or not self.seeded):
-            return False
-        return self.seeded or any(part.kind == "seed" for part in self.waiting)
+        return not self.busy or (not self.algorithm.exclusive and self.seeded)
 
-    def next(self) -> Contribution:
-        """Takes the next part from the queue: the seed first."""
-        return self.waiting.popleft() if self.seeded else self._next_seed()
-
-    def _next_seed(self) -> Contribution:
-        seed = next(part for part in self.waiting if part.kind == "seed")
-        self.waiting.remove(seed)
-        return seed
+    def next(self) -> WaitingPart | None:
+        """Takes the first part for which there is room from the queue, before all others the seed; None if there is
+        none. The parts of each rank stay in order, since they wait for the same room."""
+        seeded = self.seeded
+        one = next((one for one in self.waiting if one.room.granted and (seeded or one.part.kind == "seed")), None)
+        if one is not None:
+            self.waiting.remove(one)
+        return one
 
     def begin(self, value: Array) -> None:
         """Gives the home its first value."""
@@ -132,18 +146,16 @@ class HostedHome:
     def copy_of(self, values: Array) -> memoryview:
         """Returns the bytes of what the home answers, in memory of their own. Ranks that are told the same version of
         its value share them."""
-        home, before = self.home, self._copied
-        if values is not home.value:
+        if values is not self.home.value:
             return copied(values)
-        if before is not None and before[0] == home.version and (copy := before[1]()) is not None:
-            return copy.data
-        version, bytes_of_value = home.version, copied(values)
-        self._copied = version, weakref.ref(cast(Array, bytes_of_value.obj))
-        return bytes_of_value
+        copy = self._copies.get(self.home.version)
+        if copy is None:
+            self._copies[self.home.version] = copy = np.array(values.view(np.uint8))
+        return copy.data
 
     def was_set(self) -> None:
         """Notes that the home has another value, or its optimizer another state, than its last update has left."""
-        self._copied = None
+        self._copies.clear()
         if self.history is not None:
             self.history.tell_all()
 

@@ -7,13 +7,18 @@ contributions when the mirror has the change that they count in: what a worker h
 nodes.
 
 The mirror leaves the last change open until the next one comes. When the formation ends it can be said whether that
-one counts (`kept_shards.py`).
+one counts: shards and mirrors are kept until the workers have taken them to the next formation (`KeptShards`). A step
+that was under way ends the same for all shards: workers agree about the last clock that counts, of which one of them or
+none has all answers, and ask for the state of shards then. A home has its last update and its state before that; its
+mirror can still leave the last update out. No home takes in a clock before all workers have the answers to the one
+before, so two states are enough.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -27,10 +32,12 @@ from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
-from fusiond.shards.history import ToMirror, state_of
+from fusiond.operations.thread_work import Act, ThreadWork
+from fusiond.shards.history import ShardHistory, ToMirror, state_of
 from fusiond.shards.hosted_home import begin
 from fusiond.shards.messages import joined
 from fusiond.shards.node import ThisNode
+from fusiond.shards.push_pull import PushPullClient
 
 _MAX_EARLY = 1024  # messages of a shard that may come before others
 
@@ -58,8 +65,8 @@ class Mirror:
     def __init__(self, state: PlanState, bucket: wire.Bucket) -> None:
         self.bucket = bucket
         self.received = 0
-        self.early: dict[int, ToMirror] = {}
-        self.queue: deque[ToMirror] = deque()
+        self.early: dict[int, tuple[wire.Piece, ToMirror]] = {}
+        self.queue: deque[tuple[wire.Piece, ToMirror]] = deque()
         self.busy = False
         self._plan = state
         self._home = Home(-1, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, ())
@@ -90,7 +97,7 @@ class Mirror:
     def state_at(self, clock: int) -> dict[str, Array] | None:
         """Returns what `ShardHistory.state_at` does, when no thread is at work on it any more."""
         while self.queue:
-            self.take(self.queue.popleft())
+            self.take(self.queue.popleft()[1])
         if not self._is_whole:
             return None
         if self._open is not None and self._open.clock <= clock:
@@ -160,24 +167,94 @@ class Mirrors:
         rank = mirror.position(message.rank)
         kind: Literal["image", "update"] = "image" if message.kind == "image" else "update"
         told = ToMirror(kind, message.version, payloads, message.rates, message.samples, rank)
-        mirror.early[number] = told
-        before = mirror.received
+        mirror.early[number] = message, told
         while (following := mirror.early.pop(mirror.received + 1, None)) is not None:
             mirror.received += 1
             mirror.queue.append(following)
-        if mirror.received > before:
-            self._here.outside.to_node(node, wire.Mirrored(message.plan, message.bucket, mirror.received))
-            self._turn(message.plan, mirror)
+        self._turn(node, mirror)
 
-    def _turn(self, plan: int, mirror: Mirror) -> None:
+    def _turn(self, node: int, mirror: Mirror) -> None:
         """Hands the messages that wait to threads, one after the other."""
         while mirror.queue and not mirror.busy and not self._here.failure:
-            told = mirror.queue.popleft()
+            message, told = mirror.queue.popleft()
             # What it begins with makes an optimizer, which may have to be imported.
             nbytes = mirror.nbytes if told.kind == "update" else float("inf")
             mirror.busy = True
-            self._here.do(plan, partial(mirror.take, told), nbytes, partial(self._taken, plan, mirror))
+            taken = partial(self._taken, node, mirror, message)
+            self._here.do(message.plan, partial(mirror.take, told), nbytes, taken)
 
-    def _taken(self, plan: int, mirror: Mirror) -> None:
+    def _taken(self, node: int, mirror: Mirror, message: wire.Piece) -> None:
         mirror.busy = False
-        self._turn(plan, mirror)
+        self._here.took(node, message, message.nbytes)
+        self._turn(node, mirror)
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """The shards of one plan on one node, and its mirrors of others.
+
+    Attributes:
+        epoch, plan: of which membership epoch, and which plan.
+        homes: by bucket; those that had begun.
+        mirrors: of homes on another node.
+        clients: of local workers, with what their codecs have not sent.
+        work: the threads that may still be at work on them.
+    """
+
+    epoch: int
+    plan: int
+    homes: Sequence[tuple[int, ShardHistory]]
+    mirrors: Sequence[Mirror]
+    clients: Sequence[PushPullClient]
+    work: ThreadWork
+
+
+class KeptShards:
+    """All that a daemon has kept, by process set and group."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, str], KeptPlan] = {}
+
+    def keep(self, group: tuple[int, str], kept: KeptPlan) -> None:
+        """Keeps shards of a formation that has ended."""
+        self._plans[group] = kept
+        kept.work.when_all_quiet(lambda: _let_go(kept))
+
+    def drop(self, group: tuple[int, str]) -> None:
+        """Drops what was kept of a group, which has another plan."""
+        self._plans.pop(group, None)
+
+    def when_quiet(self, group: tuple[int, str], then: Act) -> None:
+        """Calls `then` when no thread is at work on what is kept of a group: at once, or later."""
+        kept = self._plans.get(group)
+        if kept is None:
+            then()
+        else:
+            kept.work.when_all_quiet(then)
+
+    def recall(self, group: tuple[int, str], epoch: int, plan: int, clock: int) -> dict[str, Array]:
+        """Returns what shards, mirrors and the codecs of workers had when all contributions before a clock counted, and
+        no other ones: `home:BUCKET:-1:KEY`, `mirror:BUCKET:-1:KEY` and `sender:BUCKET:RANK:codec/KEY`. Those of which
+        that is not known are left out.
+
+        Args:
+            epoch, plan: of which it is; else nothing is returned.
+        """
+        kept = self._plans.get(group)
+        if kept is None or (kept.epoch, kept.plan) != (epoch, plan):
+            return {}
+        states: list[tuple[str, dict[str, Array] | None]] = []
+        states += [(f"home:{bucket}:-1", history.state_at(clock)) for bucket, history in kept.homes]
+        states += [(f"mirror:{mirror.bucket.index}:-1", mirror.state_at(clock)) for mirror in kept.mirrors]
+        found = {f"{prefix}:{key}": value for prefix, state in states for key, value in (state or {}).items()}
+        for client in kept.clients:
+            prefix = f"sender:{client.bucket.index}:{client.rank}:codec"
+            found |= {f"{prefix}/{key}": value for key, value in client.remembered_at(clock).items()}
+        return found
+
+
+def _let_go(kept: KeptPlan) -> None:
+    """Drops contributions, which are in the arenas of workers, when no thread works on them any more."""
+    for _, history in kept.homes:
+        history.home.slots.clear()
+        history.home.waiting.clear()

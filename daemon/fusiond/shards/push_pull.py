@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
 from fusiond.shards.messages import MessageCodecs, copied, joined, pack, unpack
-from fusiond.shards.node import Address, ThisNode
+from fusiond.shards.node import Address, Reservation, ThisNode
 from fusiond.shards.staleness import Meters
 
 
@@ -33,6 +33,7 @@ class PushPullClient:
         version: of the home, in the last answer.
         post: what it has posted and is not answered yet; `awaited`: its clock; and since when (s).
         awaits: its worker, which may go on without the answer, has said that it does not.
+        queued: what it has posted waits for room on the way to its home.
         busy: a thread reads what it has posted, or writes its answer.
         failed: why it has failed, and so nothing more of it is exchanged; empty if it has not.
         before: what its codec remembered before its last contribution was encoded, and that one's clock, where this may
@@ -51,6 +52,7 @@ class PushPullClient:
     awaited: int = 0
     since: float = 0.0
     awaits: bool = False
+    queued: bool = False
     busy: bool = False
     failed: str = ""
     before: tuple[int, dict[str, Array]] | None = None
@@ -177,7 +179,25 @@ class PushPullClients:
         return client
 
     def send(self, client: PushPullClient, posted: Contribution, node: int) -> None:
-        """Sends a contribution to its home, on another node."""
+        """Sends a contribution to its home, on another node, when there is room for it; until then it stays in the
+        arena."""
+        encoded = self._codecs.decoder(client.plan, client.bucket).max_encoded_nbytes(client.bucket.numel)
+        nbytes = posted.values.nbytes if posted.kind != "post" else min(posted.values.nbytes, encoded)
+
+        def leave() -> None:
+            client.queued = False
+            if client.post is posted:
+                self._leave(client, posted, node, room)
+            else:  # its worker has its arena back
+                room.end()
+
+        room = self._here.room(posted.kind).reserve(client.plan.plan.id, (node,), nbytes, leave)
+        client.queued = not room.granted
+        if room.granted:
+            leave()
+
+    def _leave(self, client: PushPullClient, posted: Contribution, node: int, room: Reservation) -> None:
+        """Encodes a contribution, and sends it."""
         if client.codec is None:
             client.codec = self.opened(client)
         codec, source, rescale = client.codec, posted.values, posted.rescale
@@ -198,31 +218,20 @@ class PushPullClients:
             if may_undo:
                 client.before = message.clock, codec.state_dict()
             name = f"bucket {message.bucket}"
-            self._here.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, message.clock, message.plan)
+            self._here.context.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, message.clock, message.plan)
             payload.append(pack(codec, source))
             client.plan.note_message(codec, len(payload[0]))
-            self._here.trace.record(Kind.ENCODE_END, name, len(payload[0]), message.clock, message.plan)
+            self._here.context.trace.record(Kind.ENCODE_END, name, len(payload[0]), message.clock, message.plan)
 
         def send() -> None:
             client.busy = False
             self._here.send(node, message, payload[0])
+            room.end()
             if message.kind == "seed":
-                self.seeded(client, posted)
+                self.seeded(posted, message.plan, message.bucket, client.rank)
 
         client.busy = True
         self._here.do(message.plan, encode, source.nbytes, send)
-
-    def copied(self, client: PushPullClient, posted: Contribution, then: Callable[[Contribution], None]) -> None:
-        """Copies the seed of a home on this node, so that the worker may have its arena back, and calls `then`."""
-        copies: list[Array] = []
-
-        def seed() -> None:
-            client.busy = False
-            then(replace(posted, values=copies[0]))
-            self.seeded(client, posted)
-
-        client.busy = True
-        self._here.do(client.plan.plan.id, lambda: copies.append(posted.values.copy()), posted.values.nbytes, seed)
 
     def opened(self, client: PushPullClient) -> BucketCodec:
         """Opens the codec of a client's contributions, which every rank rounds by draws of its own."""
@@ -237,7 +246,7 @@ class PushPullClients:
         """Has the codecs of a plan's contributions begin anew. Raises `WireError` if something is under way."""
         clients = [client for client in self if client.plan.plan.id == plan]
         for client in clients:
-            if client.busy:
+            if client.busy or client.queued:
                 raise under_way(client)
         for client in clients:
             client.codec = client.before = None
@@ -250,10 +259,11 @@ class PushPullClients:
         post = None if client is None else client.post
         return None if post is None else post.values
 
-    def came(self, message: wire.Piece, payloads: list[memoryview]) -> None:
+    def came(self, node: int, message: wire.Piece, payloads: list[memoryview]) -> None:
         """An answer of a home on another node has come, in these pieces."""
         client = self._waiting(message)
         if client is None or client.post is None or client.busy:
+            self._here.took(node, message, message.nbytes)
             return  # it has failed in the meantime; or it is a second answer
         if client.post.kind == "has":
             self.answered(message, ())
@@ -264,12 +274,13 @@ class PushPullClients:
         def decode() -> None:
             payload = joined(payloads)
             name = f"bucket {message.bucket}"
-            self._here.trace.record(Kind.DECODE_BEGIN, name, len(payload), message.clock, message.plan)
+            self._here.context.trace.record(Kind.DECODE_BEGIN, name, len(payload), message.clock, message.plan)
             np.copyto(place, unpack(decoder, payload))
-            self._here.trace.record(Kind.DECODE_END, name, len(payload), message.clock, message.plan)
+            self._here.context.trace.record(Kind.DECODE_END, name, len(payload), message.clock, message.plan)
 
         def answered() -> None:
             client.busy = False
+            self._here.took(node, message, message.nbytes)
             self.answered(message, (message.notes[0], *message.notes[2:]))
 
         client.busy = True
@@ -293,14 +304,15 @@ class PushPullClients:
             told += (weight,)
         self._done(client, message.clock, told)
 
-    def seeded(self, client: PushPullClient, posted: Contribution) -> None:
-        """The seed of a home is on its way: the worker may have its arena back."""
-        if client.post is posted:
+    def seeded(self, posted: Contribution, plan: int, bucket: int, rank: int) -> None:
+        """The seed of a home is copied: the worker may have its arena back."""
+        client = self._clients.get((plan, bucket, rank))
+        if client is not None and client.post is posted:
             self._done(client, posted.clock, ())
 
     def _done(self, client: PushPullClient, clock: int, notes: tuple[int, ...]) -> None:
         plan, name = client.plan.plan.id, f"bucket {client.bucket.index}"
-        self._here.trace.record(Kind.ANSWERED, name, 0, clock, plan, peer=client.rank)
+        self._here.context.trace.record(Kind.ANSWERED, name, 0, clock, plan, peer=client.rank)
         self._here.outside.to_worker(client.rank, wire.Done(client.release().handle, None, notes))
         self._over(plan, client.rank)
 

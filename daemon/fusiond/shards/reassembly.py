@@ -172,14 +172,14 @@ def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> boo
     if state.plan.homes:
         return piece.home == -1 and _fits_shards(here, node, state, piece)
     ranks = state.members.set.ranks
-    fits = piece.kind in ("mix", "whole", "mean", "pass", "want") and piece.rank in here.topology.ranks[node]
+    fits = piece.kind in ("mix", "whole", "mean", "pass", "want") and piece.rank in here.context.topology.ranks[node]
     return fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local
 
 
 def _fits_shards(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> bool:
     home = state.plan.homes[piece.bucket]
     if piece.kind in get_args(wire.PostKind):
-        return home == here.node and piece.rank in here.topology.ranks[node]
+        return home == here.node and piece.rank in here.context.topology.ranks[node]
     if piece.kind in ("answer", "refused"):
         return home == node and piece.rank in state.members.local
     if piece.kind in ("image", "update"):

@@ -8,28 +8,189 @@ point.)
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from fusion_rt import wire
+from fusion_rt.codecs.base import Array, BucketCodec
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusion_rt.tracing.format import Kind
-from fusiond.algorithms.home import Home, HomeAlgorithm, Step
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Refuse, Send, Step, Tell, Wake
 from fusiond.buckets.plans import PlanState
-from fusiond.collectives.base import Array
 from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act
-from fusiond.shards.actions import Actions
-from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import MessageCodecs, joined, unpack
+from fusiond.shards.hosted_home import HostedHome, WaitingPart
+from fusiond.shards.messages import MessageCodecs, copied, joined, pack, unpack
 from fusiond.shards.mirrors import mirror_of
-from fusiond.shards.node import Address, ThisNode
+from fusiond.shards.node import Address, Reservation, ThisNode
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
+
+
+class Actions:
+    """Carries out the steps that an algorithm yields (`Step`) for all homes on one node: turns them into calls that the
+    event loop makes. The thread that works on the home does this; it encodes values, or copies them to where they
+    belong.
+
+    Args:
+        here: this node.
+        codecs: the codecs.
+        clients: get the answers to what was posted here.
+        arrived: takes what is for another home on this node.
+        wake: has a home looked at again, at that time (s).
+        passed: is told of a clock that is over, which the rank of a home has passed.
+    """
+
+    def __init__(
+        self,
+        here: ThisNode,
+        codecs: MessageCodecs,
+        clients: PushPullClients,
+        arrived: Callable[[Address, Contribution], None],
+        wake: Callable[[HostedHome, float], None],
+        passed: Callable[[HostedHome, int], None],
+    ) -> None:
+        self._here = here
+        self._codecs = codecs
+        self._clients = clients
+        self._arrived = arrived
+        self._calls: dict[type[Step], Callable[[HostedHome, Any], Sequence[Act]]] = {
+            Answer: self._answer,
+            Send: self._send,
+            Refuse: lambda hosted, step: [partial(self._refuse, hosted, step)],
+            Passed: lambda hosted, step: [partial(passed, hosted, step.part.clock)],
+            Tell: self._tell,
+            Wake: lambda hosted, step: [partial(wake, hosted, step.at)],
+        }
+
+    def prepared(self, hosted: HostedHome, steps: Iterable[Step]) -> list[Act]:
+        """Returns the calls that the event loop makes for these steps. Values are then encoded, or in place."""
+        return [act for step in steps for act in self._calls[type(step)](hosted, step)]
+
+    def _piece(
+        self, hosted: HostedHome, kind: wire.PieceKind, home: int, rank: int, clock: int, weight: float = 1.0
+    ) -> wire.Piece:
+        """Returns a message of a home, without its values."""
+        plan, bucket, version = hosted.plan.plan.id, hosted.bucket.index, hosted.home.version
+        return wire.Piece(self._here.epoch, plan, bucket, kind, home, rank, clock, version, 0, weight=weight)
+
+    def _answer(self, hosted: HostedHome, step: Answer) -> list[Act]:
+        rank, node = hosted.ranks[step.part.rank], hosted.nodes[step.part.rank]
+        notes = hosted.notes.pop(step.part.rank, ())
+        message = self._piece(hosted, "answer", hosted.home.rank, rank, step.part.clock, step.weight)
+        if node == self._here.node:
+            place = self._clients.place(message.plan, message.bucket, rank)
+            if place is not None:  # else it is over, while this thread is here
+                np.copyto(place, step.values)
+            return [partial(self._clients.answered, message, (int(step.added), *notes))]
+        added, coded, payload = self._encoded(hosted, step)
+        message = replace(message, notes=(added, coded, *notes))
+        return [partial(self._here.send, node, message, payload)]
+
+    def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
+        """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes."""
+        if self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
+            return int(step.added), 0, hosted.copy_of(step.values)
+        return self._difference(hosted, step)
+
+    def _difference(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
+        """Encodes an answer by a lossy codec: as the difference to what that node has been told, so that what the codec
+        leaves out comes later (dual-way sparsification: Yan et al., ICPP 2020). Returns the same as `_encoded`."""
+        rank = step.part.rank
+        codec = self._encoder(hosted, rank, step.added)
+        if step.added:
+            return 1, 1, self._packed(hosted, codec, step.values)
+        told = hosted.told.get(rank)
+        if told is None or step.part.kind == "ask":  # who asks for what the home has gets every bit of it
+            told = hosted.told[rank] = step.values.copy()  # another thread may be at work on the home
+            return 0, 0, copied(told)
+        payload = self._packed(hosted, codec, step.values - told)
+        told += unpack(codec, payload)
+        hosted.algorithm.told(hosted.home, step.part, told)
+        return 1, 1, payload
+
+    def _encoder(self, hosted: HostedHome, position: int, added: bool = False) -> BucketCodec:
+        """Returns the codec of what a home sends to a rank, or (-1) to its neighbours.
+
+        It adds what it has not sent to the next only where that is `added`: a difference to what the rank was told has
+        it already. All ranks' answers are rounded by the same draws, so that those who are told the same stay alike.
+        """
+        codec = hosted.encoders.get((position, added))
+        if codec is None:
+            codec = self._codecs.open(hosted.plan, hosted.bucket, hosted.home.ranks, remembers=added)
+            hosted.encoders[position, added] = codec
+        return codec
+
+    def heard(self, hosted: HostedHome, part: Contribution) -> list[Act]:
+        """A worker has said what it has. Returns the calls that tell it that this is known."""
+        rank, node = hosted.ranks[part.rank], hosted.nodes[part.rank]
+        message = replace(self._piece(hosted, "answer", hosted.home.rank, rank, part.clock), notes=(0, 0))
+        hosted.algorithm.told(hosted.home, part, part.values)
+        if node == self._here.node:
+            return [partial(self._clients.answered, message, ())]
+        if not self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
+            hosted.told[part.rank] = part.values
+        return [partial(self._here.send, node, message, memoryview(b""))]
+
+    def _packed(self, hosted: HostedHome, codec: BucketCodec, values: Array) -> memoryview:
+        """Returns all values of a bucket as bytes of their own, which the statistics count."""
+        payload = pack(codec, values)
+        hosted.plan.note_message(codec, len(payload))
+        return payload
+
+    def _send(self, hosted: HostedHome, step: Send) -> list[Act]:
+        here, ranks = self._here, hosted.ranks
+        message = self._piece(hosted, step.kind, 0, ranks[hosted.home.rank], step.clock, step.weight)
+        nodes = {position: hosted.nodes[position] for position in step.ranks}
+        acts: list[Act] = []
+        local = [position for position, node in nodes.items() if node == here.node]
+        if local:
+            values = step.values.copy()  # what was posted may be overwritten before its neighbours have read it
+            for position in local:
+                part = Contribution(
+                    hosted.home.rank, values, kind=step.kind, clock=step.clock, version=hosted.home.version,
+                    weight=step.weight, arrived=here.outside.clock(),
+                )  # fmt: skip
+                acts.append(partial(self._arrived, (hosted.plan.plan.id, hosted.bucket.index, position), part))
+        if len(local) < len(nodes):
+            payload = step.payload
+            if payload is None:
+                payload = self._packed(hosted, self._encoder(hosted, -1), step.values)
+            elif hosted.home.codec is not None and len(payload):
+                hosted.plan.note_message(hosted.home.codec, len(payload))
+            for position, node in nodes.items():
+                if node != here.node:
+                    acts.append(partial(here.send, node, replace(message, home=position), memoryview(payload)))
+        return acts
+
+    def _tell(self, hosted: HostedHome, step: Tell) -> list[Act]:
+        here, plan = self._here, hosted.plan.plan
+        acts: list[Act] = []
+        for bucket, node in enumerate(plan.homes):
+            if bucket == hosted.bucket.index:
+                continue
+            if node == here.node:
+                now = here.outside.clock()
+                part = Contribution(0, step.numbers, kind="told", clock=step.clock, arrived=now)
+                acts.append(partial(self._arrived, (plan.id, bucket, -1), part))
+            else:
+                message = replace(self._piece(hosted, "told", -1, hosted.ranks[0], step.clock), bucket=bucket)
+                acts.append(partial(here.send, node, message, memoryview(step.numbers.tobytes())))
+        return acts
+
+    def _refuse(self, hosted: HostedHome, step: Refuse) -> None:
+        rank, node = hosted.ranks[step.part.rank], hosted.nodes[step.part.rank]
+        message = self._piece(hosted, "refused", hosted.home.rank, rank, step.part.clock)
+        why = f"bucket {hosted.bucket.index} of {hosted.plan.plan.group!r}: {step.why}"
+        if node == self._here.node:
+            self._clients.refused(message, why)
+        else:
+            self._here.send(node, message, memoryview(why.encode()))
 
 
 class HomeServer:
@@ -53,6 +214,7 @@ class HomeServer:
     ) -> None:
         self._here = here
         self._codecs = codecs
+        self._clients = clients
         self._wanted = wanted
         self._actions = Actions(here, codecs, clients, self.arrived, self._wake, passed)
         self._homes: dict[Address, HostedHome] = {}
@@ -93,7 +255,7 @@ class HomeServer:
         home = Home(rank, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, spans, leads, codec)
         home.present -= {position for position, rank in enumerate(state.members.set.ranks) if rank in self._gone}
         home.joined = {position for position, rank in enumerate(state.members.set.ranks) if rank in self._joined}
-        nodes = tuple(self._here.topology.node_of(rank) for rank in state.members.set.ranks)
+        nodes = tuple(self._here.context.topology.node_of(rank) for rank in state.members.set.ranks)
         hosted = HostedHome(state, bucket, home, nodes)
         hosted.mirror = mirror_of(state, self._here.node)
         self._homes[state.plan.id, bucket.index, rank] = hosted
@@ -124,18 +286,35 @@ class HomeServer:
             version=message.version, rates=message.rates, samples=message.samples, weight=message.weight,
             payload=payloads, arrived=self._here.outside.clock(),
         )  # fmt: skip
-        self.arrived((message.plan, message.bucket, message.home), part)
+        self.arrived((message.plan, message.bucket, message.home), part, message)
 
-    def arrived(self, address: Address, part: Contribution) -> None:
-        """Queues a part for a home here, if its plan is active."""
+    def arrived(self, address: Address, part: Contribution, message: wire.Piece | None = None) -> None:
+        """Queues a part for a home here, if its plan is active.
+
+        Args:
+            message: in which it came, if it is from another node.
+        """
         hosted = self._homes.get(address)
         if hosted is None:
             return  # its plan is no longer active
         if part.kind != "want":
-            hosted.waiting.append(part)
+            room = self._room(hosted, part, partial(self._turn, hosted))
+            hosted.waiting.append(WaitingPart(part, room, message))
             self._turn(hosted)
         if part.kind in ("mix", "whole", "pass", "want") and part.rank != hosted.home.rank:
             self._wanted(hosted, part)
+
+    def _room(self, hosted: HostedHome, part: Contribution | None, then: Act) -> Reservation:
+        """Returns room for all that may be sent when a part is taken in, or, without one, when the algorithm is asked
+        about a home. A shard that survives tells its mirror of it, too."""
+        is_seed, is_own = part is not None and part.kind == "seed", part is not None and part.rank == hosted.home.rank
+        positions = () if is_seed else hosted.algorithm.addressees(hosted.home, part)
+        nodes = {hosted.nodes[position] for position in positions}
+        if positions and hosted.mirror is not None:
+            nodes.add(hosted.mirror)
+        encoded = self._codecs.decoder(hosted.plan, hosted.bucket).max_encoded_nbytes(hosted.home.elements)
+        room = self._here.requests if is_own else self._here.answers
+        return room.reserve(hosted.plan.plan.id, nodes - {self._here.node}, min(hosted.nbytes, encoded), then)
 
     def hold(self, plan: int) -> None:
         """The homes of a plan are to take nothing in."""
@@ -160,21 +339,29 @@ class HomeServer:
             return  # a small one has been taken in, on the spot: whoever began it goes on
         hosted.turning = True
         while hosted.may_begin() and not self._here.work.pauses(hosted.plan.plan.id):
-            part = hosted.next()
-            if part.kind == "seed":
-                self.at(hosted, partial(self._seed, hosted, part), math.inf)  # its optimizer may have to be imported
+            one = hosted.next()
+            if one is None:
+                break
+            if one.part.kind == "seed":  # its optimizer may have to be imported
+                self.at(hosted, partial(self._seed, hosted, one.part), math.inf, one)
             else:
-                self.at(hosted, partial(self._take_in, hosted, part), hosted.nbytes)
+                self.at(hosted, partial(self._take_in, hosted, one.part), hosted.nbytes, one)
         hosted.turning = False
 
-    def at(self, hosted: HostedHome, work: Callable[[], list[Act]], nbytes: float) -> None:
+    def at(
+        self, hosted: HostedHome, work: Callable[[], list[Act]], nbytes: float, waited: WaitingPart | None = None
+    ) -> None:
         """Runs `work` on a home, and then the calls that it returns in the event loop: those of a home that has a
-        mirror when the mirror has all that they may tell of."""
+        mirror when the mirror has all that they may tell of. `waited`: the part that it takes in."""
         acts: list[Act] = []
         hosted.busy += 1
 
         def done() -> None:
             hosted.busy -= 1
+            if waited is not None:
+                acts.append(waited.room.end)
+                if waited.message is not None:
+                    self._here.took(hosted.nodes[waited.part.rank], waited.message, waited.message.nbytes)
             if hosted.outbox:
                 self._tell_mirror(hosted, hosted.mirror)
             if hosted.sent > hosted.mirrored:
@@ -222,14 +409,14 @@ class HomeServer:
             )  # fmt: skip
             self._here.send(mirror, message, joined(one.payloads))
 
-    def mirrored(self, node: int, message: wire.Mirrored) -> None:
-        """A mirror has all that it was told up to a number. Raises `WireError` if it cannot say so."""
+    def mirrored(self, node: int, message: wire.PieceTaken) -> None:
+        """A mirror has all that it was told up to a message. Raises `WireError` if it cannot say so."""
         hosted = self._homes.get((message.plan, message.bucket, -1))
         if hosted is None:
             return  # its plan is no longer active
-        if node != hosted.mirror or message.number > hosted.sent:
-            raise WireError(f"it has no mirror of {message.number} messages of bucket {message.bucket}")
-        hosted.mirrored = max(hosted.mirrored, message.number)
+        if node != hosted.mirror or message.clock > hosted.sent:
+            raise WireError(f"it has no mirror of {message.clock} messages of bucket {message.bucket}")
+        hosted.mirrored = max(hosted.mirrored, message.clock)
         while hosted.held and hosted.held[0][0] <= hosted.mirrored:
             for act in hosted.held.popleft()[1]:
                 act()
@@ -263,7 +450,7 @@ class HomeServer:
             stale = max(home.version - part.version, 0)
             # At a replica only its own worker posts: there is nobody to be ahead of.
             ahead = max(home.done[position] - home.slowest, 0) if home.rank < 0 else 0
-            self._here.trace.record(
+            self._here.context.trace.record(
                 Kind.APPLIED, f"bucket {hosted.bucket.index}", stale, part.clock, hosted.plan.plan.id,
                 peer=hosted.ranks[position],
             )  # fmt: skip
@@ -297,9 +484,10 @@ class HomeServer:
 
     def _seed(self, hosted: HostedHome, part: Contribution) -> list[Act]:
         if hosted.home.value is None:  # else loaded before, which counts more
-            hosted.begin(part.values if part.payload is None else self._plain(hosted, joined(part.payload)))
+            hosted.begin(part.values.copy() if part.payload is None else self._plain(hosted, joined(part.payload)))
             hosted.was_set()
-        return []
+        rank, plan, bucket = hosted.ranks[part.rank], hosted.plan.plan.id, hosted.bucket.index
+        return [partial(self._clients.seeded, part, plan, bucket, rank)]
 
     def _wake(self, hosted: HostedHome, at: float) -> None:
         """Makes the algorithm look at a home again, at that time (s)."""
@@ -344,8 +532,15 @@ class HomeServer:
         self._without(hosted, position)
 
     def _ask(self, hosted: HostedHome, ask: Callable[[HomeAlgorithm[Any], Home], Iterable[Step]]) -> None:
-        """Asks the algorithm about a home, on a thread, and carries out the steps that follow."""
-        self.at(hosted, lambda: self._actions.prepared(hosted, ask(hosted.algorithm, hosted.home)), hosted.nbytes)
+        """Asks the algorithm about a home, on a thread, when there is room for the steps that follow."""
+
+        def look() -> list[Act]:
+            return [*self._actions.prepared(hosted, ask(hosted.algorithm, hosted.home)), room.end]
+
+        begin = partial(self.at, hosted, look, hosted.nbytes)
+        room = self._room(hosted, None, partial(self.when_free, hosted, begin))
+        if room.granted:
+            begin()
 
     def _without(self, hosted: HostedHome, position: int) -> None:
         """Lets parts that wait for a rank at a home go on."""
@@ -365,9 +560,11 @@ class HomeServer:
         hosted = self._homes.get(client.home_address)
         if hosted is None:
             return True
-        if any(part is client.post for part in hosted.waiting):
-            hosted.waiting = deque(part for part in hosted.waiting if part is not client.post)
-            return True
+        for one in list(hosted.waiting):
+            if one.part is client.post:
+                hosted.waiting.remove(one)
+                one.room.end()
+                return True
         if hosted.busy:
             return False
         position = hosted.ranks.index(client.rank)

@@ -14,16 +14,14 @@ from fusiond.core.dispatch import Handlers
 from fusiond.operations.context import Context
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
-from fusiond.shards.kept_shards import KeptPlan, KeptShards
 from fusiond.shards.messages import MessageCodecs, joined
-from fusiond.shards.mirrors import Mirrors
-from fusiond.shards.node import ThisNode
-from fusiond.shards.occupied import Occupied, Operations
+from fusiond.shards.mirrors import KeptPlan, KeptShards, Mirrors
+from fusiond.shards.node import TO_MIRRORS, ThisNode
 from fusiond.shards.push_pull import PushPullClients
 from fusiond.shards.reassembly import Reassembly
 from fusiond.shards.server import HomeServer
 from fusiond.shards.staleness import Meters
-from fusiond.shards.timeouts import Waits
+from fusiond.shards.waits import Occupied, Operations, Waits
 
 
 class ParameterService:
@@ -52,9 +50,7 @@ class ParameterService:
     ) -> None:
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been active
-        self._here = ThisNode(
-            context.topology, context.node, context.settings, context.outside, epoch, work, failed, context.trace
-        )
+        self._here = ThisNode(context, epoch, work, failed)
         self._codecs = MessageCodecs()
         self._clients = PushPullClients(self._here, self._codecs, lambda plan, rank: self.occupied.answered(plan, rank))
         self._server = HomeServer(
@@ -97,7 +93,7 @@ class ParameterService:
             try:
                 self.peer(node, piece, payload)
             except FusionError as error:  # whoever brought the plan has nothing to do with it
-                host = self._here.topology.describe_node(node)
+                host = self._here.context.topology.describe_node(node)
                 self._here.failed(
                     WireError(f"what {host} sent before the plan {plan.id} was there makes no sense: {error}")
                 )
@@ -118,6 +114,8 @@ class ParameterService:
         self.occupied.drop(plan)
         self._codecs.drop(plan)
         self._reassembly.drop(plan)
+        self._here.requests.drop(plan)
+        self._here.answers.drop(plan)
 
     # --- contributions and answers ------------------------------------------------------------------------------------
 
@@ -137,14 +135,12 @@ class ParameterService:
         node = state.plan.homes[index] if state.plan.homes else self._here.node
         if node != self._here.node:
             self._clients.send(client, posted, node)
-        elif posted.kind == "seed":
-            self._clients.copied(client, posted, partial(self._server.arrived, client.home_address))
         else:
             self._server.arrived(client.home_address, posted)
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the peers' messages about homes."""
-        return {wire.Piece: self.peer, wire.Mirrored: self._server.mirrored}
+        return {wire.Piece: self.peer, wire.PieceTaken: self._taken}
 
     def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
         """A piece of a message has come.
@@ -160,6 +156,8 @@ class ParameterService:
         if state is None:
             if piece.plan > self._latest:
                 self._reassembly.keep(node, piece, payload)
+            else:
+                self._here.took(node, piece, len(payload))
             return
         whole = self._reassembly.add(node, state, piece, payload)
         if whole is None:
@@ -167,16 +165,26 @@ class ParameterService:
         if piece.kind == "refused":
             self._clients.refused(piece, bytes(joined(whole)).decode(errors="replace"))
         elif piece.kind == "answer":
-            self._clients.came(piece, whole)
+            self._clients.came(node, piece, whole)
         elif piece.kind in ("image", "update"):
             self._mirrors.came(node, piece, whole)
         else:
             self._server.came(piece, whole)
 
+    def _taken(self, node: int, message: wire.PieceTaken) -> None:
+        """A node has taken in what was sent to it. Raises `WireError` if it cannot say so."""
+        if message.epoch == self._here.epoch and not self._here.failure:
+            self._here.room(message.kind).taken(message.plan, node, message.nbytes)
+            if message.kind in TO_MIRRORS:
+                self._server.mirrored(node, message)
+
     # --- membership and time ------------------------------------------------------------------------------------------
 
     def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
         """These ranks take part no longer; or, if they have joined, until all have."""
+        ranks = list(ranks)
+        if not joined:
+            self._here.lose(ranks)
         self._server.gone(ranks, joined)
 
     def returned(self, ranks: Iterable[int]) -> None:
@@ -215,6 +223,8 @@ class ParameterService:
         self._server.clear()
         self._mirrors.clear()
         self._reassembly.clear()
+        self._here.requests.clear()
+        self._here.answers.clear()
         self._here.work.forget()
 
     @property
@@ -229,7 +239,8 @@ class ParameterService:
 
     def statistics(self) -> dict[str, object]:
         """Returns the statistics of the homes here (`HomeServer`) and of local workers' contributions (`Meters`)."""
-        return {**self._server.statistics(), **self.meters.statistics()}
+        room = {"requests": self._here.requests.statistics(), "answers": self._here.answers.statistics()}
+        return {**self._server.statistics(), "room": room, **self.meters.statistics()}
 
     def hold(self, plan: int) -> None:
         """Has the homes of a plan take nothing in before `release`, or before they have loaded a state."""

@@ -48,9 +48,7 @@ class Meters:
     """
 
     def __init__(self) -> None:
-        self.version_lag = Histogram()
-        self.clock_gap = Histogram()
-        self.age_ms = Histogram()
+        self.version_lag, self.clock_gap, self.age_ms = Histogram(), Histogram(), Histogram()
 
     def note(self, version_lag: int = 0, clock_gap: int = 0, age_ms: int = 0) -> None:
         """One contribution has been answered."""
@@ -60,8 +58,4 @@ class Meters:
 
     def statistics(self) -> dict[str, object]:
         """Returns the statistics of each histogram, by its name."""
-        return {
-            "version_lag": self.version_lag.statistics(),
-            "clock_gap": self.clock_gap.statistics(),
-            "age_ms": self.age_ms.statistics(),
-        }
+        return {name: histogram.statistics() for name, histogram in vars(self).items()}

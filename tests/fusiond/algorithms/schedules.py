@@ -17,7 +17,7 @@ import numpy as np
 from fusion_rt import algorithms, wire
 from fusion_rt.core.topology import ProcessSet
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.timeouts import key_of
+from fusiond.shards.waits import key_of
 from tests.fusiond.simulation import Array, SimulatedJob
 
 LAYOUTS = ([3], [2, 1], [1, 1, 1], [4], [2, 2], [1, 1, 1, 1], [0, 3, 1])

@@ -341,7 +341,7 @@ def test_shards_that_need_not_survive_tell_nobody() -> None:
     workers = Workers([1, 1], "bsp", np.arange(24.0), RATE, MOMENTUM)
     for rank in (0, 1):
         workers.post(rank, gradient(rank, 0, 24))
-    assert not workers.job.messages(wire.Mirrored)
+    assert not workers.job.messages(wire.PieceTaken)
     lose(workers)
     assert not any(recalled(workers, (0, 1), ALL).values())
 
@@ -384,7 +384,9 @@ def test_a_node_that_is_no_mirror_of_a_shard_takes_no_update_of_it() -> None:
         workers.job.nodes[0].engine.homes.peer(1, piece, payload)
     bucket = workers.plan.homes.index(0)
     with pytest.raises(WireError, match="it has no mirror"):
-        workers.job.nodes[0].engine.homes._server.mirrored(1, wire.Mirrored(workers.plan.id, bucket, 1))
+        workers.job.nodes[0].engine.homes._server.mirrored(
+            1, wire.PieceTaken(0, workers.plan.id, bucket, "update", 1, 0)
+        )
 
 
 @for_each(
