@@ -1,8 +1,9 @@
 """Training algorithms, as a person chooses them: by class, or as text in a setting: `ssp(staleness=4)`.
 
-What each does is in `fusiond.algorithms`, on the side of the daemon. Here is what both sides have to know: what a
-worker posts, where a bucket's authoritative copy (its home) is, and the arguments. A choice is frozen, compares equal
-to its like, and has a canonical text, so that it can be part of a plan, about which all ranks agree.
+The behaviour of each is in `fusiond.algorithms`, on the side of the daemon, and in `fusion_rt.torch.sync`, on that of
+the worker. Here is the knowledge of both sides: the signal of a worker, where a bucket's authoritative copy (its home)
+is, and the arguments. A choice is frozen, compares equal to its like, and has a canonical text, so that it can be part
+of a plan, about which all ranks agree.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def parse(text: str) -> Algorithm:
 
 
 def packages(algorithm: Algorithm, codec: Codec) -> tuple[str, ...]:
-    """The packages that bring them, with versions; without what is built in."""
+    """Returns the packages that bring them, with versions; none for the built-in ones."""
     return tuple(sorted({ALGORITHMS.package(algorithm.name), CODECS.package(codec.name)} - {""}))
 
 

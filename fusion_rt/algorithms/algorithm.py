@@ -1,6 +1,7 @@
 """The choice of an algorithm, as everybody asks it, and checks of its arguments.
 
-A choice never changes, and is asked in every step: what follows from its arguments is found once (`cached_property`).
+A choice never changes, and is asked in every step: values that follow from its arguments are found once
+(`cached_property`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fusion_rt.core.errors import FusionError
 
 
 class AlgorithmError(FusionError, ValueError):
-    """An algorithm does not exist, has arguments that cannot be used, or makes no sense with what else was chosen."""
+    """An algorithm does not exist, has arguments that cannot be used, or makes no sense with the other choices."""
 
 
 class Signal(enum.Enum):
@@ -46,11 +47,11 @@ class Algorithm(ABC):
 
     Attributes:
         name: in the text: `name` or `name(argument=value, ...)`.
-        signal: what a worker posts.
+        signal: the values that a worker posts.
         place: where the home of a bucket is.
         synchronous: every rank waits for every rank in each exchange.
-        anywhere: workers may be anywhere, so that a node's share of the homes is what its link carries.
-        selects: what is sent of a difference is what a codec that takes something away makes of it.
+        anywhere: workers may be anywhere, so that a node's share of the homes is that which its link carries.
+        selects: differences are sent by a codec that leaves out a part of each.
         waits_for_answers: a worker waits for an answer that is due; else it takes it when it is there, and posts
             nothing more of that bucket until then.
         is_replicable: shards change by `fusiond.algorithms.HomeAlgorithm.change` alone: who begins with the same, and
@@ -92,7 +93,7 @@ class Algorithm(ABC):
     @cached_property
     def encodes(self) -> bool:
         """Says whether homes encode what they send themselves, also to homes on the same node, since they count with
-        what a codec has made of it."""
+        the values as the codec has changed them."""
         return self.at_homes and self.signal in (Signal.PARAMETER, Signal.CONSENSUS)
 
     @cached_property
@@ -149,7 +150,7 @@ class Algorithm(ABC):
 
     @cached_property
     def lag(self) -> int:
-        """Local steps that a worker takes before it has to have the answer to what it posted; 0: it waits at once."""
+        """Local steps that a worker takes before it has to have the answer to its post; 0: it waits at once."""
         return 0
 
     @cached_property
@@ -181,7 +182,8 @@ class Algorithm(ABC):
         del ranks
 
     def check_codec(self, codec: Codec, ranks: int) -> None:
-        """Raises `AlgorithmError` when so many ranks cannot do this with what a codec leaves of a difference."""
+        """Raises `AlgorithmError` when so many ranks cannot do this with the part of a difference that a codec
+        sends."""
         del codec, ranks
 
     def implementation(self) -> Any:

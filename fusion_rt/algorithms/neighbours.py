@@ -1,4 +1,4 @@
-"""Algorithms of gossip: ranks mix what they have with their neighbours in a graph."""
+"""Algorithms of gossip: ranks mix their parameters with those of their neighbours in a graph."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SGP(_Gossip):
 @dataclass(frozen=True)
 class Choco(_Gossip):
     """CHOCO-SGD (Koloskova et al., arXiv 1902.00340, algorithm 2): neighbours get the encoded difference to their copy;
-    `gamma` is the step towards their mean; 0 stands for what suits the codec and the graph (`step`)."""
+    `gamma` is the step towards their mean; 0 stands for the one that suits the codec and the graph (`step`)."""
 
     name = "choco"
     selects = True

@@ -63,7 +63,7 @@ def check_dtypes(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str
 
 
 def exchanged_dtype(name: str, tensor: torch.Tensor) -> str:
-    """Returns the name on the wire of what is exchanged of a parameter. Raises `ValueError` if it has none."""
+    """Returns the name on the wire of the dtype that a parameter is exchanged in. Raises `ValueError` if it has none."""
     try:
         return dtype_name(tensor.dtype)
     except ValueError as error:

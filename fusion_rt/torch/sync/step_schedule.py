@@ -1,4 +1,4 @@
-"""The schedule of an optimizer: when its synchroniser exchanges, and what `step()` and its like do.
+"""The schedule of an optimizer: when its synchroniser exchanges, in `step()` and other calls of the script.
 
 Schedules are in `in_backward.py`, `overlap/after_step.py`, `at_step/` and `handed.py`.
 """
@@ -49,7 +49,7 @@ class ShardClock(NamedTuple):
         epoch, plan: the membership epoch, and the id, of the plan; 0: there was none yet.
         clock: how many of its contributions have been answered by all of them.
         in_step: all ranks have come equally far, or one contribution farther.
-        recalled: how many contributions count in what was recalled of these shards after a loss; -1: nothing was.
+        recalled: how many contributions count in the state of these shards that was recalled after a loss; -1: none.
     """
 
     epoch: int
@@ -79,7 +79,7 @@ class Schedule:
         leader: a rank that is not, where some are; the same on all ranks.
         delays: updates are applied later than `step()`, which `finish` puts an end to.
         survives: an exchange that a loss leaves unfinished can be left out, so that the ranks that are left go on.
-        outcome: what became of the last exchange that ended well; see `Outcome`.
+        outcome: the use of the last exchange that ended well; see `Outcome`.
         sync: the synchroniser.
         serial: in the order in which schedules were made.
         passes: backward passes that make up a gradient.
@@ -114,7 +114,7 @@ class Schedule:
         """Called when autograd is about to add to `p.grad`."""
 
     def arrived(self, slot: Slot) -> None:
-        """Called when autograd has added to `p.grad`, and the script's hooks have made of it what they do."""
+        """Called when autograd has added to `p.grad`, and the script's hooks have changed it."""
         raise NotImplementedError
 
     def lose(self, slot: Slot) -> None:
@@ -150,16 +150,16 @@ class Schedule:
         """Called when the script resets its gradients."""
 
     def discard(self) -> None:
-        """Forgets what has arrived since the last exchange, and what is under way."""
+        """Forgets gradients since the last exchange, and exchanges under way."""
 
     def finish(self) -> None:
         """Applies updates that wait for the next forward pass. Raises `HorovodInternalError`."""
 
     def finish_or_drop(self) -> None:
-        """Applies what waits, or warns that its reduction failed."""
+        """Applies updates that wait, or warns that their reduction failed."""
 
     def drain(self) -> None:
-        """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
+        """Takes the answers to posts under way. Raises `ValueError` if the script has set a parameter since."""
 
     def settled(self) -> None:
         """Called when parameters have become those that all ranks have agreed upon."""
@@ -187,7 +187,7 @@ class Schedule:
 
     def note_known(self, outcome: Outcome) -> None:
         """Called instead where other ranks have had its results. If these have made them take a step, parameters and
-        optimizer have been set to what came of it."""
+        optimizer have been set to the result."""
         self.note_left_out()
 
     def drop_under_way(self) -> None:

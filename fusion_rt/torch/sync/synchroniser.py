@@ -117,8 +117,8 @@ class Synchroniser:
         arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
         poster: submits buckets whose gradients are on their way from a device to the arena.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
-        failure: why nothing more can be sent in this step, as far as nobody has been told; that is for `submit`, since
-            gradients arrive in the midst of a backward pass, which is to be completed.
+        failure: an error that was raised in a hook; `submit` raises it again, because a hook must not interrupt
+            `backward()`.
         plan: the active plan.
         checkpoint: the optimizer's state in the daemons.
         selections: the part of that which this worker keeps itself.
@@ -211,7 +211,7 @@ class Synchroniser:
                 self.failure = error
 
     def submit(self, values: bool = True, buckets: Sequence[Bucket] | None = None) -> None:
-        """Sends what has not been sent of this step, by a new plan if there is none; without `values` only that this
+        """Sends the rest of this step, by a new plan if there is none; without `values` only that this
         rank has none. Raises `HorovodInternalError`; `ValueError` if a gradient cannot be reduced as was asked for.
 
         Args:
@@ -260,7 +260,7 @@ class Synchroniser:
                 bucket.gather()
 
     def gathered(self) -> None:
-        """Notes that what `gather` has begun is complete here."""
+        """Notes that the exchange that `gather` has begun is complete here."""
         node = self.plan.node
         if node is not None and node.reduces and node.way.gathers:
             node.note_gathered()
@@ -328,13 +328,14 @@ class Synchroniser:
             self.options.go_on(self.trained.optimizer(), text)
 
     def compare(self, ahead: int = 0) -> None:
-        """Compares what all ranks have alike now, if that is due. `ahead`: exchanges that have not been applied."""
+        """Compares the tensors that all ranks have alike now, if that is due. `ahead`: exchanges that are not applied
+        yet."""
         exchange = self.exchanges - ahead
         if self._digests is not None and exchange >= self._digests.due and self.plan.made and self._slots:
             self._digests.note(exchange, self.name, self.schedule.alike)
 
     def _made_digests(self, every: int) -> Digests | None:
-        """Returns the comparison of what ranks have alike; None if it is not asked for, or they never have."""
+        """Returns the comparison of tensors that ranks have alike; None if it is not asked for, or they never have."""
         optimizer, asked = self.trained.optimizer(), every != Settings().check_parameters
         if not every or not self.schedule.hears or optimizer is None or are_shards(optimizer):
             return None

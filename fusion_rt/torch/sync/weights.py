@@ -32,7 +32,7 @@ class Weights:
         self._noted = []
 
     def changed(self) -> str:
-        """Returns the name of a parameter that is not what it was; empty if there is none."""
+        """Returns the name of a parameter that has changed since; empty if there is none."""
         for slot, kind, noted in self._noted:
             if kind != _kind(slot.parameter) or not torch.equal(noted, _digest(slot.parameter)):
                 return slot.name

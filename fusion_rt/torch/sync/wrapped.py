@@ -1,7 +1,7 @@
 """A distributed optimizer, made from the script's.
 
 It is an instance of a class made for it, which derives from the script's, so that `isinstance`, LR schedulers and
-`state_dict` see what they know. It shares the original's state and parameter groups. Its
+`state_dict` see the class that they know. It shares the original's state and parameter groups. Its
 synchroniser talks to the other ranks.
 """
 
@@ -55,11 +55,11 @@ class Wrapped(torch.optim.Optimizer):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step: the script's optimizer's, or what the algorithm has instead, together with the other ranks.
+        """Takes a step: the script's optimizer's, or that of the algorithm, together with the other ranks.
 
         Raises:
             HorovodInternalError: an exchange failed, on all ranks.
-            ValueError: what the script has done since the last step cannot be followed; the sentence says why.
+            ValueError: the script has made a change since the last step that cannot be followed; the text says which.
         """
         result = self._schedule.step(self, closure)
         if self._sync.after_step is not None:
@@ -104,8 +104,8 @@ class Wrapped(torch.optim.Optimizer):
         """Goes on from the parameters as they are now, which have to be the same on all ranks: after the script has set
         them between steps (`load_state_dict`, pruning), and `hvd.broadcast_parameters`. To be called on all ranks.
 
-        The script's optimizer's state stays. What is of earlier weights is forgotten: exchanges under way, what codecs
-        have not sent, what homes wait for more of or know of each rank, and outer momentum.
+        The script's optimizer's state stays. All else of earlier weights is forgotten: exchanges under way, residuals
+        of codecs, contributions that homes still collect, their copies of each rank's parameters, and outer momentum.
 
         Raises:
             HorovodInternalError: it failed.
@@ -114,7 +114,7 @@ class Wrapped(torch.optim.Optimizer):
         self._schedule.reseed()
 
     def drain(self) -> None:
-        """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
+        """Takes the answers to posts under way. Raises `ValueError` if the script has set a parameter since."""
         self._schedule.drain()
 
     @property

@@ -420,7 +420,7 @@ def test_outer_steps_around_muon_are_those_that_one_process_computes() -> None:
 
 def take_answers(step: int, optimizer: Any) -> None:
     """Takes the answers to what is under way when they have come; homes do not hear that somebody waits for them."""
-    buckets = [bucket for flight in optimizer._schedule._flights for bucket in flight.buckets]
+    buckets = [bucket for posted in optimizer._schedule._unanswered for bucket in posted.buckets]
     while not all(bucket.has_answer() for bucket in buckets):
         os.sched_yield()
     optimizer.drain()

@@ -28,7 +28,7 @@ class CombinedSteps(FromStart):
 
 
 class AdasumAtStep(LocalSteps):
-    """Combines steps that ranks have taken by themselves, with `op=Adasum`: what all of them have moved is combined.
+    """Combines steps that ranks have taken by themselves, with `op=Adasum`: the changes of their parameters.
 
     Horovod does so parameter by parameter within the backward pass, and has the parameters half-changed while it runs;
     here they change in `step`, all at once, which also suits an optimizer that looks at several of them. All ranks have

@@ -1,8 +1,8 @@
 """The family of parameter servers: gradients go to homes, which take the steps.
 
 BSP, ASP, SSP, softsync, DC-ASGD, hogwild, partial and collaborative training. All of them send g, a rank's gradients,
-and the answer is w, the home's parameters, or a change of them. Homes compute w = w - rate f(g, ...), where f is what
-fusion_rt/algorithms says: the mean of all, each one on arrival, divided by its staleness, and so on.
+and the answer is w, the home's parameters, or a change of them. Homes compute w = w - rate f(g, ...), where
+fusion_rt/algorithms defines f: the mean of all, each one on arrival, divided by its staleness, and so on.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class AtHomes(AtStep):
         self._clock = self._clock._replace(clock=self._clock.recalled)
 
     def _check_arguments(self) -> None:
-        """Raises `ValueError` if the script has changed what the homes know since there has been a plan."""
+        """Raises `ValueError` if the script has changed an argument that homes have, since there has been a plan."""
         optimizer = self.sync.trained.optimizer()
         if self.sync.is_of(runtime()) and arguments_of(optimizer)[: len(self._arguments)] != self._arguments:
             raise ValueError(

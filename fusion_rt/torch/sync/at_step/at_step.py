@@ -4,9 +4,9 @@ Until `step()`, `p.grad` is what it is in one process, so that it can be accumul
 `GradScaler` has `step()` called in any case, as with torch's fused optimizers (`_step_supports_amp_scaling`), so that a
 step in which this rank's gradients overflowed still counts for whoever counts steps.
 
-With an algorithm that overlaps, what was posted after one step (a *flight*) is answered some steps later: by then the
-worker has moved, so it gets a change, which is added, or mixes what it gets with what it has. All others wait for the
-answer. A model that is sent in fragments has a flight for each.
+With an algorithm that overlaps, a post after one step is answered some steps later: by then the worker has moved, so it
+gets a change, which is added, or mixes the answer with its own values. All others wait for the answer. A model that is
+sent in fragments has several posts under way, one for each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GRADIENT = int(Kind.GRADIENT)
 
 
 @dataclass(frozen=True)
-class Outstanding:
+class UnansweredPost:
     """Operations posted at one `step()` and not answered yet.
 
     Attributes:
@@ -52,7 +52,7 @@ class Outstanding:
 
 
 class AtStep(Schedule):
-    """Exchanges when the script calls `step()`, or every so many times: what both kinds of that have in common."""
+    """Exchanges when the script calls `step()`, or every so many times: the base of both kinds."""
 
     own_gradients = True
 
@@ -64,7 +64,7 @@ class AtStep(Schedule):
         self.survives = self.sync.checkpoint.outlives or not (self._algorithm.at_homes or self._algorithm.overlaps)
         self._clock = ShardClock(0, 0, 0, self._algorithm.synchronous)
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
-        self._flights: list[Outstanding] = []  # in the order in which they were posted
+        self._unanswered: list[UnansweredPost] = []  # in the order in which they were posted
         self._said = terms()  # with each bucket
         self._graph_task = -1  # of the last gradient
         self._is_restored = False  # homes may know this rank with other parameters than it has
@@ -88,7 +88,7 @@ class AtStep(Schedule):
     def _follow(self) -> None:
         """Updates slots to the parameters that are trained now, before the step that changes them is taken. If they
         have changed this is an operation on all ranks."""
-        if self._flights:
+        if self._unanswered:
             self._forget_left()
         if not self.sync.trained.has_changed(self.sync.marks):
             return
@@ -99,9 +99,9 @@ class AtStep(Schedule):
         self.sync.watch()
 
     def _forget_left(self) -> None:
-        """Forgets what is under way in a job that this process has left (`hvd.shutdown`): nobody answers."""
+        """Forgets posts to a job that this process has left (`hvd.shutdown`), because they are never answered."""
         if not (is_initialized() and self.sync.plan.here is runtime()):
-            self._flights.clear()
+            self._unanswered.clear()
             self.sync.end_step()
 
     def _post(self, values: bool, piece: int = 0) -> None:
@@ -120,7 +120,7 @@ class AtStep(Schedule):
         self._begin_post(buckets)
         sync.submit(values, buckets)
         if buckets:
-            self._flights.append(self._flight(buckets, piece))
+            self._unanswered.append(self._note_posted(buckets, piece))
         sync.note_waited(began)
 
     def _begin_post(self, buckets: Sequence[Bucket]) -> None:
@@ -132,52 +132,52 @@ class AtStep(Schedule):
             for piece in pieces:
                 self._post(values, piece)
         except HorovodInternalError:
-            if self._flights:  # of fragments before the one that failed
-                self._flights.clear()
+            if self._unanswered:  # of fragments before the one that failed
+                self._unanswered.clear()
                 self.sync.end_step()
             raise
         self._collect()
 
-    def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
-        """Returns the record of what has been posted."""
-        return Outstanding(buckets)
+    def _note_posted(self, buckets: Sequence[Bucket], piece: int) -> UnansweredPost:
+        """Returns the record of a post of these buckets."""
+        return UnansweredPost(buckets)
 
     def _contribution(self, values: bool) -> wire.Ready:
         """Returns the terms that are sent with this rank's values."""
         return terms(samples=self.samples if values else 0)
 
-    def _share_of_mean(self, flight: Outstanding) -> float:
+    def _share_of_mean(self, posted: UnansweredPost) -> float:
         """Returns the factor by which results are multiplied."""
         return 1.0
 
     def _collect(self) -> None:
-        """Waits for the answers to what is under way, and has parameters take them."""
-        for flight in list(self._flights):
-            self._land(flight)
+        """Waits for the answers to all posts, and has parameters take them."""
+        for posted in list(self._unanswered):
+            self._land(posted)
 
-    def _land(self, flight: Outstanding) -> None:
-        """Waits for the answers to a flight, and has parameters take them."""
+    def _land(self, posted: UnansweredPost) -> None:
+        """Waits for the answers to a post, and has parameters take them."""
         began = time.perf_counter()
-        self._flights.remove(flight)
+        self._unanswered.remove(posted)
         try:
-            self._await_answers(flight)
-            share = self._share_of_mean(flight)
+            self._await_answers(posted)
+            share = self._share_of_mean(posted)
             if self.survives and exchanges.survive is not None:  # then nobody may have taken a part of what is left out
-                self.sync.await_results(flight.buckets if self._algorithm.overlaps else None)
-            self.sync.receive(share, flight.buckets)
+                self.sync.await_results(posted.buckets if self._algorithm.overlaps else None)
+            self.sync.receive(share, posted.buckets)
         except BaseException as error:
             if isinstance(error, HorovodInternalError):
                 self.sync.await_sent()
-            self._flights.clear()
+            self._unanswered.clear()
             self.sync.end_step()
             raise
-        self.sync.end_step(flight.buckets)
+        self.sync.end_step(posted.buckets)
         self.sync.note_waited(began, again=True)
 
-    def _await_answers(self, flight: Outstanding) -> None:
+    def _await_answers(self, posted: UnansweredPost) -> None:
         """Waits for the homes that do not expect that, where the algorithm's workers usually go on."""
         if not self._algorithm.waits_for_answers:
-            for bucket in flight.buckets:
+            for bucket in posted.buckets:
                 bucket.await_answer()
 
     # --- parameters that the script sets ------------------------------------------------------------------------------
@@ -209,19 +209,19 @@ class AtStep(Schedule):
         self.note_weights()
 
     def discard(self) -> None:
-        if not self._flights:
+        if not self._unanswered:
             return
-        flights, self._flights = self._flights, []
-        for flight in flights:
+        unanswered, self._unanswered = self._unanswered, []
+        for posted in unanswered:
             with contextlib.suppress(HorovodInternalError):  # whatever becomes of it: nobody is interested any more
-                self._await_answers(flight)
-                self._share_of_mean(flight)
+                self._await_answers(posted)
+                self._share_of_mean(posted)
         self.sync.await_sent()
         self.sync.end_step()
 
     def reseed(self) -> None:
-        """Has the homes go on with the parameters as they are; what is under way is forgotten."""
-        if self._flights:
+        """Has the homes go on with the parameters as they are, and forgets posts under way."""
+        if self._unanswered:
             self._forget_left()
         super().reseed()
         self._begin_anew()
@@ -238,7 +238,7 @@ class AtStep(Schedule):
         """Has outer steps begin with the parameters as they are."""
 
     def _reseed_homes(self) -> None:
-        """Gives its own homes this rank's parameters, or shards those of the first rank, when nobody posts."""
+        """Gives its own homes this rank's parameters, or shards those of the first rank, when no rank posts."""
         if self._gives:
             self._give_parameters("reseed")
         barrier(self.sync.options.process_set)
@@ -263,7 +263,7 @@ class AtStep(Schedule):
 
     @property
     def _gives(self) -> bool:
-        """True if homes begin with what this rank has."""
+        """True if homes begin with this rank's parameters."""
         return self.sync.plan.is_first() if self._algorithm.at_shards else self._algorithm.at_homes
 
     def note_recalled(self, clock: int) -> None:
@@ -276,7 +276,7 @@ class AtStep(Schedule):
         return self._said  # residuals of parameters, or of their changes, are not rescaled when the rate changes
 
     def plan_given_up(self, anew: bool) -> None:
-        self._flights = []
+        self._unanswered = []
         self._weights.forget()
 
     def _give_parameters(self, kind: wire.PostKind) -> None:

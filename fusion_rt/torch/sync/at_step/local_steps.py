@@ -24,7 +24,7 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.handles import synchronize
 from fusion_rt.torch.ops.reduce import allreduce_async
 from fusion_rt.torch.ops.signatures import Sum
-from fusion_rt.torch.sync.at_step.at_step import AtStep, Outstanding
+from fusion_rt.torch.sync.at_step.at_step import AtStep, UnansweredPost
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.options import Options
@@ -58,7 +58,7 @@ class LocalSteps(AtStep):
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
         """Takes the script's optimizer's step, unless a `GradScaler` found that this rank's gradients are not finite,
-        and exchanges parameters, if it is time to. Raises `ValueError` if the script has set what cannot be taken over.
+        and exchanges parameters, if it is time to. Raises `ValueError` if the script has set a parameter.
         """
         sync, algorithm = self.sync, self._algorithm
         sync.steps.begin()
@@ -104,18 +104,18 @@ class LocalSteps(AtStep):
 
     def _take_answers(self) -> None:
         """Takes the answers that are due; of an algorithm that waits for none, those that are there."""
-        for flight in list(self._flights):
-            if self._taken < flight.due:
+        for posted in list(self._unanswered):
+            if self._taken < posted.due:
                 continue
-            if self._algorithm.waits_for_answers or all(bucket.has_answer() for bucket in flight.buckets):
-                self._land(flight)
+            if self._algorithm.waits_for_answers or all(bucket.has_answer() for bucket in posted.buckets):
+                self._land(posted)
 
     def note_left_out(self) -> None:
-        """After a loss: the steps of this rank were its own, and stay; a home may have what it has posted of them."""
+        """After a loss: the steps of this rank were its own, and stay; a home may have had a post of them."""
         self._agreed = False
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
-        """Returns terms that weigh what was done since these slots' last post, by its samples, and by its samples a
+        """Returns terms that weigh the steps since these slots' last post, by their samples, and by their samples a
         step."""
         if self._said.kind != "post":
             return self._said
@@ -124,17 +124,17 @@ class LocalSteps(AtStep):
         weight = samples * samples // max(self._taken - taken, 1)
         return terms(samples=min(max(weight, 1), _MAX_WEIGHT))
 
-    def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
+    def _note_posted(self, buckets: Sequence[Bucket], piece: int) -> UnansweredPost:
         self._note_sent(slot for bucket in buckets for slot in bucket.slots)
         contributors = None
         if self._leaves_out_joined:
             name, whose = f"{self.sync.name}.contributors", self.sync.options.process_set
             name += f".{piece}" if piece else ""
             contributors = allreduce_async(torch.ones(1), name=name, op=Sum, process_set=whose)
-        return Outstanding(buckets, self._taken + self._algorithm.lag, contributors)
+        return UnansweredPost(buckets, self._taken + self._algorithm.lag, contributors)
 
     def _note_sent(self, slots: Iterable[Slot]) -> None:
-        """Notes that what was done before does not count in the weight of these slots' next post."""
+        """Notes that steps up to now do not count in the weight of these slots' next post."""
         if self._algorithm.at_shards:  # which weigh contributions
             self._sent |= {slot.name: (self._taken, self._seen) for slot in slots}
 
@@ -143,16 +143,16 @@ class LocalSteps(AtStep):
         """True if a mean is taken over all ranks, of which some may have joined and post zeros."""
         return not self._algorithm.at_homes
 
-    def _share_of_mean(self, flight: Outstanding) -> float:
+    def _share_of_mean(self, posted: UnansweredPost) -> float:
         """Returns the factor that turns a mean over all ranks into one over those that have not joined."""
-        if flight.contributors is None:
+        if posted.contributors is None:
             return 1.0
-        return (self.sync.options.process_set.size() or 1) / float(synchronize(flight.contributors))
+        return (self.sync.options.process_set.size() or 1) / float(synchronize(posted.contributors))
 
     def drain(self) -> None:
-        if self._flights:
+        if self._unanswered:
             self._forget_left()
-        if self._flights:
+        if self._unanswered:
             self._check_weights()
             self._collect()
             self.note_weights()
@@ -171,8 +171,8 @@ class LocalSteps(AtStep):
         return self._algorithm.at_homes and not self._algorithm.at_shards
 
     def weights(self) -> list[float]:
-        """Takes what this rank's homes have for it, and returns how much each parameter counts in a mean of all ranks;
-        nothing where all count alike. To be called on all ranks, when nobody posts."""
+        """Takes the parameters that this rank's homes have, and returns how much each counts in a mean of all ranks;
+        nothing where all count alike. To be called on all ranks, when no rank posts."""
         mixes = self._has_replicas and self._algorithm.signal is Signal.PARAMETER
         if not (mixes and self.sync.is_of(runtime())):
             return []

@@ -141,8 +141,8 @@ class OuterOptimizer(LocalSteps):
         super().settled()
 
     def alike(self) -> Mapping[str, torch.Tensor]:
-        """Returns the parameters after an exchange that makes them alike; or what outer steps have come to, which every
-        rank's next one begins with."""
+        """Returns the parameters after an exchange that makes them alike; or the start of the next outer steps, which
+        is the same for every rank."""
         if self._agreed or self._algorithm.agrees:
             return super().alike()
         return {slot.name: slot.start for slot in self.sync.slots if slot.start is not None}
@@ -174,7 +174,7 @@ class OuterOptimizerAtHomes(OuterOptimizer):
         leave_out(self.sync.slots)
 
     def agree(self) -> None:
-        """Takes the homes' copy. What this rank has moved by since its last exchange still counts in the next one, if
+        """Takes the homes' copy. This rank's moves since its last exchange still count in the next one, if
         it gets its own parameters back."""
         starts = [(slot, slot.start.clone(), slot.moved) for slot in self.sync.slots if slot.start is not None]
         super().agree()

@@ -6,7 +6,7 @@ arena, and its parameters have no gradient (`p.grad` is None), so that neither `
 can touch it.
 
 When they land: with `overlap="forward"` when a module's forward pass is about to need one of its parameters; with
-"stale" in the next `step()`, before the next gradients go into the same place. In both, sooner if somebody reads or
+"stale" in the next `step()`, before the next gradients go into the same place. In both, sooner if the script reads or
 writes parameters otherwise.
 """
 
@@ -87,7 +87,7 @@ class AfterStep(InBackward):
         return None
 
     def _launch(self, optimizer: Any) -> None:
-        """Sends what has not been sent of this step, and has the optimizer's step taken when that has been reduced."""
+        """Sends the rest of this step, and has the optimizer's step taken when all of it has been reduced."""
         sync = self.sync
         self.check_pass()
         self.finish()
@@ -170,7 +170,7 @@ class AfterStep(InBackward):
     # --- applying it --------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Applies what waits.
+        """Applies the update that waits.
 
         Raises:
             HorovodInternalError: its reduction failed, on all ranks. Nothing waits any more.
@@ -180,7 +180,7 @@ class AfterStep(InBackward):
                 self._land(next(iter(self._pending.values())))
 
     def finish_or_drop(self) -> None:
-        """Applies what waits, or warns that its reduction failed."""
+        """Applies the update that waits, or warns that its reduction failed."""
         try:
             self.finish()
         except HorovodInternalError as error:
@@ -295,7 +295,7 @@ class AfterStep(InBackward):
                 parameter.grad = gradient
 
     def _drop(self) -> None:
-        """Drops the waiting update, and waits until nobody writes to its place in the arena any more."""
+        """Drops the waiting update, and waits until its place in the arena is not written to any more."""
         pending = list(dict.fromkeys(self._pending.values()))
         self._pending = {}
         self._rest()
@@ -317,7 +317,7 @@ class AfterStep(InBackward):
     # --- when ---------------------------------------------------------------------------------------------------------
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Lands what the module's forward pass needs.
+        """Lands the parameters that the module's forward pass needs.
 
         Without gradients and in evaluation mode that is all it has: modules take shortcuts then, past the forward
         passes of those inside. (Forward passes without gradients alone are part of training with checkpoints.) So it is
@@ -347,7 +347,8 @@ class AfterStep(InBackward):
             self._land_all_of(module)
 
     def before_loading(self, module: torch.nn.Module) -> None:
-        """Applies what waits before a module is loaded. An update that failed has nothing to spoil, and only warns."""
+        """Applies the update that waits before a module is loaded. One that failed has nothing to spoil, and only
+        warns."""
         if any(id(parameter) in self._pending for parameter in module._parameters.values()):
             self.finish_or_drop()
 
@@ -465,7 +466,7 @@ class AfterStep(InBackward):
         super().before_send(bucket)
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
-        """Orders buckets as the next forward pass needs them; `step()` waits for what nobody was seen to use. Until
+        """Orders buckets as the next forward pass needs them; `step()` waits for those of no known use. Until
         that is known, the buckets whose gradients arrive last count as those of the first layers."""
         if self._late:
             return super().urgencies(buckets)

@@ -80,7 +80,7 @@ class PendingGradients:
             self.bucket.await_end(self.operation)
 
     def mark(self, finish: Callable[[], None], turn: int) -> None:
-        """Marks the parameters, which the script must not change from now on. Who copies or pickles one calls `finish`
+        """Marks the parameters, which the script must not change from now on. A copy or pickle of one calls `finish`
         first.
 
         Args:

@@ -2,9 +2,9 @@
 
 Most parameters are used by the module that has them. Some are used by another one, and the forward pass of the module
 that has them never runs: `torch.nn.MultiheadAttention` uses the weight of its `out_proj`, a model those of its
-`ParameterList`. Those are taken to be needed by the innermost module around them whose forward pass does run. What no
-such module is around is needed by nobody who could be noticed; nor is what a scripted module has, which can be used by
-others than its forward pass, and takes no hooks.
+`ParameterList`. Those are taken to be needed by the innermost module around them whose forward pass does run. No
+use can be seen of a parameter without such a module, nor of one of a scripted module, which takes no hooks, and whose
+parameters can be used outside of its forward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Uses:
 
     Attributes:
         recording: forward passes are being noted.
-        unseen: ids of parameters that nobody was seen to use.
+        unseen: ids of parameters of which no use was seen.
         needed_at: by id of each of the others, when it was first needed: the number of the forward pass of a module.
     """
 

@@ -1,8 +1,8 @@
-"""A warning where a script clips what a codec has sent.
+"""A warning where a script clips gradients that a codec has sent.
 
-A codec with a residual sends few elements in a step, each with what has waited for many, so that its results may be
+A codec with a residual sends few elements in a step, each with the sum of many that waited, so that its results may be
 longer than the gradients of a batch. A script that then clips them by their norm, as one without a codec does, takes
-away much of what was sent, for good, since the codec believes that it has arrived. It has to clip in the codec.
+away much of them, for good, since the codec believes that it has arrived. It has to clip in the codec.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Clipping:
 
         Args:
             codec: that has sent the results.
-            loss_scale: of what was sent; the step's are without.
+            loss_scale: of the gradients as sent; the step's are without.
         """
         result, given, self._result, self._given = self._result, self._given, None, []
         if result is None or not given:
