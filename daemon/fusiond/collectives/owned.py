@@ -42,7 +42,7 @@ _CONTRIBUTION, _RESULT = 0, 1
 # chunk's `start` is where the piece begins in the payload, in bytes. Pieces may come in any order.
 
 
-def _send_pieces(port: Port, position: int, part: int, payload: memoryview | bytes) -> None:
+def send_pieces(port: Port, position: int, part: int, payload: memoryview | bytes) -> None:
     """Sends a payload to a peer. It is empty pieces that end one whose length is a multiple of a chunk's."""
     view = memoryview(payload)
     for start in range(0, view.nbytes + 1, port.chunk_bytes):
@@ -173,7 +173,7 @@ class Compressed(Exchange):
 
     def _send(self, position: int, part: int, whole: bytes) -> None:
         self._sent_nbytes += len(whole)
-        _send_pieces(self.port, position, part, whole)
+        send_pieces(self.port, position, part, whole)
 
     def _complete(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> Assembly | None:
         """Takes a chunk; returns what a peer has sent when all of it is there."""

@@ -63,7 +63,7 @@ def check_dtypes(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str
 
 
 def exchanged_dtype(name: str, tensor: torch.Tensor) -> str:
-    """Returns the name on the wire of the dtype that a parameter is exchanged in. Raises `ValueError` if it has none."""
+    """Returns the name of the dtype that travels for a tensor. Raises `ValueError` if there is none."""
     try:
         return dtype_name(tensor.dtype)
     except ValueError as error:
