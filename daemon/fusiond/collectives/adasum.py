@@ -7,13 +7,13 @@ al., "Scaling Distributed Training with Adaptive Summation", 2020.
 
 Between nodes it is recursive doubling with full vectors (see `doubling` for the rounds). Both of a pair compute the
 same from the same, in an order that depends on the chunk size alone, and without BLAS, whose sums differ between
-processors: so all ranks get the same bits. Vector-halving, which is what the paper does, moves 2 n (N - 1) / N elements
+processors: so all ranks get the same bits. Vector-halving, the paper's way, moves 2 n (N - 1) / N elements
 instead of n log2 N, which is as much for 2 nodes, and 3/4 of it for 4; but it tears tensors apart, so that every level
 needs an all-reduce of dot products before anything can go on.
 
 The chunk i + 4 of a round is sent when the partner's chunk i has come. So a partner that is ahead sends 4 chunks and
-then waits, and who has all chunks of a round knows that the partner has all of its own but the last 4, which were
-copied when they were sent: the vector they came from can be overwritten with the combination. Apart from the arena
+then waits, and a node that has all chunks of a round knows that the partner has all of its own but the last 4, which
+were copied when they were sent: the vector they came from can be overwritten with the combination. Apart from the arena
 this takes one vector a node, the partner's as it came (1.5 with a lossy codec), and these few chunks.
 """
 
@@ -108,11 +108,11 @@ class Adasum(Exchange):
     Args:
         port: N >= 1 nodes.
         reducer: dtype, and the scales applied to each rank's elements and to the result; its op is of no meaning.
-        codec: what chunks look like on the wire; not one that selects, or remembers anything.
+        codec: of chunks on the wire; not one that selects, or has a memory.
         sources, outputs: n elements each, of the local members; an output may be a source, and is then overwritten
             before the result is known.
         parts: first element and number of elements of each tensor, not overlapping. Elements between them are padding:
-            what the outputs have there is undefined.
+            the contents of the outputs there are undefined.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Adasum(Exchange):
     # --- chunks -------------------------------------------------------------------------------------------------------
 
     def _pack(self, arrays: Sequence[Array]) -> list[memoryview]:
-        """Encodes equal arrays, by chunk; a lossy codec changes them into what the receiver gets."""
+        """Encodes equal arrays, by chunk; a lossy codec changes them into the receiver's values."""
         payloads = []
         for index in range(self._chunks):
             low, high = self._range(index)

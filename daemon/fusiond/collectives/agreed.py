@@ -1,4 +1,4 @@
-"""An operation other than all-reduce on which all ranks agree: what its exchange is made from."""
+"""An operation other than all-reduce on which all ranks agree: the input of its exchange."""
 
 from __future__ import annotations
 

@@ -53,10 +53,10 @@ class Port(Protocol):
     def work(self, nbytes: int, job: Job, then: Callable[[], None]) -> None:
         """Runs a job that touches so many bytes, and then `then`: both at once if they are few; else the job on a
         thread, so that the event loop goes on meanwhile. The exchange receives nothing before `then` has returned.
-        What the job raises fails the operation."""
+        An exception of the job fails the operation."""
 
     def finish(self) -> None:
-        """All chunks have been received; called once. The engine delivers when what was sent has been consumed."""
+        """All chunks have been received; called once. The engine delivers when its payloads have been consumed."""
 
 
 class Exchange(ABC):
@@ -64,8 +64,8 @@ class Exchange(ABC):
 
     Attributes:
         local_nbytes: bytes that `jobs` touch; the engine runs small ones at once instead of in the kernel pool.
-        lends: it sends memory that is somebody else's, so that it is over only when peers have consumed that.
-            Where all payloads are `bytes`, which never change, nobody has to wait for that, and no peer has to tell.
+        lends: it sends borrowed memory, so that it is over only when peers have consumed that.
+            Where all payloads are `bytes`, which never change, that need not be waited for, and no peer has to tell.
         results: for each local member, in rank order, when results do not lie where the inputs lay; else empty.
     """
 
@@ -83,10 +83,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Sends what can be sent; in a process set on one node, finishes."""
+        """Sends the chunks that can be sent; in a process set on one node, finishes."""
 
     def abandon(self) -> None:  # noqa: B027 - most have nothing to give back
-        """The operation has failed, and no job of it runs: a codec gets back what was taken from its residual."""
+        """The operation has failed, and no job of it runs: a codec gets back the part taken from its residual."""
 
     @abstractmethod
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:

@@ -47,7 +47,7 @@ class Blocks(Exchange):
             may share one (allgather).
         local_copies: (result, offset in it, bytes) of each block that stays on this node.
         incoming: (result, offset in it) of each place of an incoming block, by part.
-        name: of a block, by its part, in messages to people: who sends it to whom.
+        name: of a block, by its part, in messages to people: its sender and receiver.
     """
 
     def __init__(
@@ -193,10 +193,11 @@ def _alltoall(agreed: Agreed) -> Blocks:
 
 
 def _known_splits(agreed: Agreed) -> list[list[int]]:
-    """Returns the splits of an alltoall in a group as far as they are known here: of what members here send or receive.
+    """Returns the splits of an alltoall in a group as far as they are known here: of members here, as senders and
+    receivers.
 
     Raises:
-        RequestError: two of them do not agree about what one sends the other.
+        RequestError: two of them do not agree about the rows that one sends the other.
     """
     members, ranks, here = len(agreed.ranks), agreed.ranks, agreed.here
     splits = [[0] * members for _ in range(members)]

@@ -11,7 +11,7 @@ from fusiond.collectives.agreed import Maker
 
 
 def _declared() -> dict[wire.Kind, Maker]:
-    """Returns what the modules of this folder declare in their tables `EXCHANGES`."""
+    """Returns the tables `EXCHANGES` of the modules of this folder, as one."""
     found: dict[wire.Kind, Maker] = {}
     for module in iter_modules(collectives.__path__, f"{collectives.__name__}."):
         found |= getattr(import_module(module.name), "EXCHANGES", {})

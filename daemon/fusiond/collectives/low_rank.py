@@ -82,7 +82,7 @@ class LowRank(Exchange):
         self._factors.append(self._codec.start(values))
 
     def abandon(self) -> None:
-        """No rank takes this step: the residual is what it was before."""
+        """No rank takes this step: the residual is that of before."""
         if self._factors and self._codec.go_back is not None:
             self._codec.go_back()
         elif self._factors and not self._is_applied:  # else the result is where the gradient was

@@ -1,18 +1,18 @@
-"""All-reduce with a codec that has error feedback: every node owns a range of the bucket, and sums what all contribute
+"""All-reduce with a codec that has error feedback: every node owns a range of the bucket, and sums all contributions
 to it. A codec is applied once to each contribution and once to the sum, not at every hop as in a ring.
 
-1. Each node compresses its gradient, once, and sends every owner what it has in the owner's range (part 0).
-2. The owner adds up what comes, in the order of the nodes, so that the result is the same in every run; compresses the
-   sum, of selections only its share; and sends it to all (part 1). What it leaves out goes into its own residual.
+1. Each node compresses its gradient, once, and sends every owner the part in the owner's range (part 0).
+2. The owner adds up the parts, in the order of the nodes, so that the result is the same in every run; compresses the
+   sum, of selections only its share; and sends it to all (part 1). The rest goes into its own residual.
 
 With k selected values a node sends at most k (N - 1) / N of them in the first step, and k / N to each of N - 1 nodes in
 the second, so less than 2 k values with their indices however many nodes there are. Source: Li and Hoefler,
 "Near-Optimal Sparse Allreduce for Distributed Deep Learning", 2022 (there: at most 6 k words); unlike there, an owner
-sends its share exactly, instead of what is above a threshold. Ranges are adapted every 64 steps to where the selected
-values were (`ranges`); the owners say so with their results, in 128 bytes.
+sends its share exactly, instead of the elements above a threshold. Ranges are adapted every 64 steps to where the
+selected values were (`ranges`); the owners say so with their results, in 128 bytes.
 
-A node whose gradient is not finite says so in the tag of what it sends, and sends nothing else; owners that hear of it
-say so instead of results. Until its step is known to count, each node can undo it: what it was given stays where it is.
+A node whose gradient is not finite says so in the tag of its payload, and sends nothing else; owners that hear of it
+say so instead of results. Until its step is known to count, each node can undo it: its gradient stays where it is.
 A result that comes tells that all contributions were finite, because a node tells all owners the same.
 """
 
@@ -96,7 +96,7 @@ class Compressed(Exchange):
         reducer: a sum, or an average.
         codec: the bucket's, with its residual.
         sources, outputs: all elements of the bucket each, of the local members; an output may be a source.
-        chosen: what the only local member has compressed itself, instead of `sources`.
+        chosen: the selection of the only local member, instead of `sources`.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class Compressed(Exchange):
         self._spoiled = self._codec.spoiled
 
     def abandon(self) -> None:
-        """No rank takes this step. The codec becomes what it was before if it has kept that, or as long as nothing is
-        written where the gradient was. Else what this node has sent, which is no part of any result, goes back to the
-        residual."""
+        """No rank takes this step. The codec goes back to its state of before if it has kept that, or as long as
+        nothing is written where the gradient was. Else this node's payload, which is no part of any result, goes back
+        to the residual."""
         if self._mine is not None and self._codec.go_back is not None:
             self._codec.go_back()
         elif self._mine is not None:
@@ -176,7 +176,7 @@ class Compressed(Exchange):
         send_pieces(self.port, position, part, whole)
 
     def _complete(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> Assembly | None:
-        """Takes a chunk; returns what a peer has sent when all of it is there."""
+        """Takes a chunk; returns a peer's payload when all of it is there."""
         key = chunk.part, position
         if position == self.port.position or chunk.hop or key in self._received:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
@@ -187,7 +187,7 @@ class Compressed(Exchange):
         return self._assemblies.pop(key)
 
     def _opened(self, position: int, name: str, assembly: Assembly) -> memoryview:
-        """Returns what a peer has sent, without its tag; nothing where it is `_spoiled`."""
+        """Returns a peer's payload, without its tag; nothing where it is `_spoiled`."""
         view = assembly.whole()
         if view == self._spoiled_tag:
             self._spoiled = True
@@ -232,7 +232,7 @@ class Compressed(Exchange):
 
 
 def _put_back(codec: SummingBucketCodec, mine: Portion, revoke: Callable[[], None]) -> None:
-    """Puts what a worker has selected in a step that was complete back to its residual, with the next corrections. Only
+    """Puts a worker's selection of a step that was complete back to its residual, with the next corrections. Only
     the worker has the residual: the rest of the step's gradient stays there."""
     revoke()
     codec.reclaim(mine)
@@ -302,7 +302,7 @@ class Owned(Compressed):
         self._write(portion)
 
     def _contributed(self, position: int, portion: Portion) -> None:
-        """Adds up what has come, as far as it is next in the order of the nodes; then the sum is concluded."""
+        """Adds up received parts, as far as they are next in the order of the nodes; then the sum is concluded."""
         self._contributions[position] = portion
         while self._added in self._contributions:
             portion = self._contributions.pop(self._added)

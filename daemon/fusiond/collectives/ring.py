@@ -8,7 +8,7 @@ algorithms for clusters of workstations", 2009.
 
 Each chunk goes on as soon as it has come, without a barrier between the steps. The reduction is in place in the first
 local worker's part of the arena. That is safe by causality: a chunk is overwritten with its final value only after
-the final value has come, which contains what had been sent from there.
+the final value has come, which contains the values sent from there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ring(Exchange):
     Args:
         port: N nodes, N >= 2.
         reducer: how to combine.
-        codec: what chunks look like on the wire.
+        codec: of chunks on the wire.
         sources, outputs: n elements each, of the local members; an output may be a source.
         order: positions in the order in which the ring visits them, the same on all nodes; none: as they are. The order
             in which parts are added follows it.

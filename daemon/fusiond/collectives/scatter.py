@@ -41,7 +41,7 @@ class ReduceScatter(Exchange):
         reducer, codec: as for `Ring`.
         sources: n elements of each local member; they are not changed.
         places: where in the arena the result of each local member goes; None: into memory of its own.
-        ranges: for each member of the process set, by its index, first and last element (exclusive) of what it gets.
+        ranges: for each member of the process set, by its index, first and last element (exclusive) of its part.
         homes: position of each member's node.
         local: indices of the local members, in rank order.
     """

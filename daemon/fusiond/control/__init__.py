@@ -1,1 +1,1 @@
-"""Agreement between nodes on what is run, and reports of what waits for whom."""
+"""Agreement between nodes on the operations to run, and reports of waits between ranks."""

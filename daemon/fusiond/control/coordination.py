@@ -1,8 +1,8 @@
 """The way to the coordinator, wherever it is, and from it to the nodes. No I/O.
 
-Every view but the first begins with what each node hands over to its coordinator, which goes on where the one before
-stopped. From the beginning of a view until the coordinator says that this is `Settled`, what comes from it is of the
-view before, and is dropped: the node has handed over what it was to be about.
+Every view but the first begins with each node's handover to its coordinator, which goes on where the one before
+stopped. From the beginning of a view until the coordinator says that this is `Settled`, its messages are of the
+view before, and are dropped: the node has handed over their subjects.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Coordination:
     Attributes:
         coordinator: if it is here, and decides.
         node: where it is.
-        settling: what was under way at the beginning of the view is being put together.
+        settling: the state at the beginning of the view is being put together.
         dropped: messages of coordinators of views before.
     """
 
@@ -72,7 +72,7 @@ class Coordination:
         return {**dict.fromkeys(to_coordinator, self.handle), wire.Handover: self.handed_over}
 
     def view_begins(self, view: wire.View, coordinator: int, handover: wire.Handover) -> None:
-        """Another view begins here, with what this node hands over."""
+        """Another view begins here, with this node's handover."""
         self.node = coordinator
         self.settling = True
         if self.coordinator is not None:

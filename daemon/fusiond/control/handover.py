@@ -1,7 +1,7 @@
-"""The handover to the coordinator of a new view: what the nodes know is put together. No I/O.
+"""The handover to the coordinator of a new view: the nodes' states are put together. No I/O.
 
-The coordinator before may have died at any point: some nodes may have heard its last words, others not. What one node
-has heard holds for all; what no node has heard is decided anew.
+The coordinator before may have died at any point: some nodes may have heard its last words, others not. An order that
+one node has heard holds for all; one that no node has heard is decided anew.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ PLANS_OF_A_VIEW = 1 << 24  # ids of plans of a view begin at its number times th
 
 @dataclass
 class Inherited:
-    """Beginning of a coordinator: what it takes over from the one before.
+    """Beginning of a coordinator: the state that it takes over from the one before.
 
     Attributes:
         next_plan: id of the next plan.
         approved: process sets and digests of signatures that all ranks have agreed on.
         verdicts: those that said more than that, by operation.
         plans: the active ones, by process set and group, with all proposals that are known.
-        news: what nodes have not heard yet.
-        open: what they have asked, and not been told.
+        news: orders that nodes have not heard yet.
+        open: their questions without an answer.
     """
 
     next_plan: int = 1
@@ -46,7 +46,7 @@ def settle_sets(handovers: Mapping[int, wire.Handover], participants: Participan
 
 
 def inherit(handovers: Mapping[int, wire.Handover], participants: Participants, number: int) -> Inherited:
-    """Puts together what the nodes of view `number` have handed over; the process sets are settled."""
+    """Puts together the handovers of the nodes of view `number`; the process sets are settled."""
     found = Inherited()
     found.next_plan = max(1, number * PLANS_OF_A_VIEW, *(handover.last_plan + 1 for handover in handovers.values()))
     for handover in handovers.values():
@@ -83,7 +83,7 @@ def _plans(handovers: Mapping[int, wire.Handover], participants: Participants, f
 
 
 def _failed(handovers: Mapping[int, wire.Handover], participants: Participants, found: Inherited) -> None:
-    """Fails on all nodes what has failed on some."""
+    """Fails operations on all nodes that have failed on some."""
     heard: dict[tuple[object, ...], set[int]] = {}
     texts: dict[tuple[object, ...], wire.OpFailed | wire.PlanVerdict] = {}
     for node, handover in handovers.items():

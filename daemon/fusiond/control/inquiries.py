@@ -1,6 +1,6 @@
-"""Inquiries of the coordinator about what is disputed or late, and what it makes of the answers. No I/O.
+"""Inquiries of the coordinator about disputed and late operations, and its conclusions. No I/O.
 
-Every node tells what its ranks have submitted. From that follows one sentence for all: which rank disagrees about
+Every node tells the submissions of its ranks. From that follows one sentence for all: which rank disagrees about
 what, who is missing, or which link is late. Before something is ended because its time is up, it is found out where
 the missing ranks are, which goes after the sentence, and all are asked once more.
 """
@@ -48,7 +48,7 @@ class Inquirer(Protocol):
     """An object that has something found out."""
 
     def submitted(self, subject: Subject) -> Mapping[int, wire.Signature | None]:
-        """Returns, by rank, what it knows already."""
+        """Returns, by rank, the known submissions."""
 
     def conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
         """An inquiry is over.
@@ -63,7 +63,7 @@ class Inquirer(Protocol):
 
 
 class Inquiries:
-    """All inquiries of one coordinator; iterating gives what they are about.
+    """All inquiries of one coordinator; iterating gives their subjects.
 
     Args:
         participants: shared with the engine, which keeps it up to date.

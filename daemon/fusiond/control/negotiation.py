@@ -1,4 +1,4 @@
-"""The coordinator: checks that the ranks agree, fixes plans, and tells everybody what was decided. No I/O.
+"""The coordinator: checks that the ranks agree, fixes plans, and tells all nodes its decisions. No I/O.
 
 Node 0's daemon runs it, until a view has another coordinator. It takes requests of nodes and returns messages for
 nodes; it is asked
@@ -7,7 +7,7 @@ nodes; it is asked
   that submitted something else notices by the digest in the data), and always before one that needs the others' sizes;
 - for every plan;
 - when a node found a disagreement, waited too long, or waits while ranks leave: then it inquires (`inquiries`), and
-  what was found out ends the operation or lets it go on.
+  the answers end the operation or let it go on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Approved:
 
 @dataclass
 class _Made:
-    """The active plan of a group: what its first rank proposed, and who has it."""
+    """The active plan of a group: its first rank's proposal, and the ranks that have it."""
 
     plan: wire.Plan
     proposal_rank: int
@@ -87,7 +87,7 @@ class Coordinator:
     Args:
         participants: shared with the engine, which keeps it up to date.
         settings: largest bucket, and time-outs.
-        questions: ask the nodes about what is disputed or late.
+        questions: ask the nodes about disputed and late operations.
         nodes: are told.
 
     Attributes:
@@ -135,7 +135,7 @@ class Coordinator:
         return list(inherited.news)
 
     def handle(self, node: int, message: wire.PeerMessage) -> Outgoing | None:
-        """Returns what to send because of a node's message; None when no node of this job would send it."""
+        """Returns the messages to send after a node's message; None when no node of this job would send it."""
         if isinstance(message, wire.PlanRequest):
             process_set, ranks = message.proposal.process_set, {message.rank}
         elif isinstance(message, wire.Request):
@@ -197,7 +197,7 @@ class Coordinator:
         return self._submitted(key) if kind == "operation" else dict.fromkeys(self._plans.get(_plan_key(key), ()))
 
     def conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
-        """An inquiry is over: what it was about fails, or goes on if nothing is wrong."""
+        """An inquiry is over: its subject fails, or goes on if nothing is wrong."""
         kind, key = subject
         if error and kind == "plan":
             self._nodes.send(self._plan_verdict(_plan_key(key), None, error))
@@ -209,7 +209,7 @@ class Coordinator:
             self._nodes.send(self._decide(key))
 
     def joined(self) -> Outgoing:
-        """A rank has joined: what waits for it goes on without it, or fails."""
+        """A rank has joined: operations that wait for it go on without it, or fail."""
         out: Outgoing = []
         for key in list(self._pending):
             out += self._refused_after_join(key) or self._decide(key)
@@ -344,7 +344,7 @@ class Coordinator:
         return [(node, wire.OpFailed(key, f"tensor {key.name!r}: {why}")) for node in members.nodes]
 
     def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:
-        """Returns what ranks have submitted, as far as nodes have asked."""
+        """Returns the ranks' submissions, as far as nodes have asked."""
         requests = self._pending.get(key, {}).values()
         return {rank: signature for request in requests for rank, signature in request.signatures.items()}
 
@@ -367,7 +367,7 @@ class Coordinator:
 
 
 def subject_of(plan_key: PlanKey) -> OpKey:
-    """The key of what waits for a plan."""
+    """The key of a proposal that waits for a plan."""
     process_set, group, clock = plan_key
     return OpKey(process_set, 0, group, clock)
 

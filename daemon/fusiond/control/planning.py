@@ -1,4 +1,4 @@
-"""The plan: which tensors share a bucket, in which order, where each lies, and who has its home. Pure functions.
+"""The plan: which tensors share a bucket, in which order, where each lies, and the node of its home. Pure functions.
 
 Buckets follow the order in which gradients arrived on the lowest rank, so that a bucket is full as early in the
 backward pass as its last tensor allows; a bucket holds one dtype. Every tensor starts on a cache line, and so does
@@ -9,7 +9,7 @@ all in one, nothing would be sent before the last of them is there. Those that a
 small bucket to themselves: nothing of the backward pass is left to hide it behind, and the next forward pass needs it
 first of all.
 
-A tensor that is sparse on some rank is in no bucket: what the ranks have of it does not lie in the same places.
+A tensor that is sparse on some rank is in no bucket: the ranks' rows of it are not the same.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def home_shares(
     proposal: Proposal, participants: Participants, hosts: str, seconds_per_byte: Mapping[int, float]
 ) -> dict[int, float]:
     """The nodes that are to have homes of the proposal's buckets, and their shares; none if these have no homes of
-    their own. Collaborating workers may be anywhere, so there a node's share is what its link carries.
+    their own. Collaborating workers may be anywhere, so there a node's share is by the rate of its link.
 
     Args:
         hosts: those whose nodes have homes, as the setting `shard_hosts` says; empty: all nodes of the process set.

@@ -1,4 +1,4 @@
-"""Questions of the nodes to each other about what waits: what is under way, and where workers are. No I/O."""
+"""Questions of the nodes to each other about waits: operations under way, and places of workers. No I/O."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Answer: TypeAlias = wire.Located | wire.WaitingHere
 
 
 class Informed(Protocol):
-    """The engine, as far as it knows what is under way."""
+    """The engine, as far as it knows operations under way."""
 
     def under_way(self, key: OpKey | None) -> Sequence[wire.Waiting]:
-        """Returns what is under way on this node, or what is known of one thing, also when it is over."""
+        """Returns the operations under way on this node, or one operation, also when it is over."""
 
 
 class Questions:
@@ -29,7 +29,7 @@ class Questions:
     Args:
         context: the engine's.
         pid: of this daemon.
-        engine: knows what is under way.
+        engine: knows the operations under way.
     """
 
     def __init__(self, context: Context, pid: int, engine: Informed) -> None:
@@ -50,7 +50,7 @@ class Questions:
     def locate(
         self, ranks: Iterable[int], keys: Sequence[OpKey], then: Callable[[dict[int, wire.Located]], None]
     ) -> None:
-        """Asks where ranks are, and what is known of these operations on their nodes; tells by node.
+        """Asks where ranks are, and for these operations on their nodes; tells by node.
 
         Of each node so many ranks are asked about as a message tells of.
         """
@@ -68,11 +68,11 @@ class Questions:
         nodes: Sequence[int] = (),
         hurried: bool = False,
     ) -> None:
-        """Asks all nodes what is under way there; tells by node.
+        """Asks all nodes for operations under way there; tells by node.
 
         Args:
             key: is asked about, and nothing else, until all `nodes` have answered.
-            hurried: tells what it has heard when the patience is over, also of a key.
+            hurried: tells the answers so far when the patience is over, also of a key.
         """
         self._rounds.ask(
             dict.fromkeys(
@@ -84,7 +84,7 @@ class Questions:
         )
 
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
-        """Asks all nodes what is under way, and then where those are that are waited for.
+        """Asks all nodes for operations under way, and then for the places of awaited ranks.
 
         Args:
             everyone: also where all other ranks are.

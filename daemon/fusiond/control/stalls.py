@@ -1,4 +1,4 @@
-"""The clock of what waits on a node: it is told to whoever asks, warned of, and ended when its time is up. No I/O.
+"""The clock of all waits on a node: they are reported on request, warned of, and ended when their time is up. No I/O.
 
 One clock looks at all of it: operations, proposals of plans, and contributions to buckets' homes. About an operation or
 a plan the coordinator is asked, which asks all nodes, so that one sentence holds for all ranks. A contribution concerns
@@ -79,7 +79,7 @@ class Stalls:
     # --- the clock ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Time has passed: asks about what has waited long, or waits for ranks that have left."""
+        """Time has passed: asks about long waits, and about waits for ranks that have left."""
         now, settings = self._context.outside.clock(), self._context.settings
         asked, self._asked = self._asked, {}
         due = set()
@@ -167,7 +167,7 @@ class Stalls:
             self._of_groups.forget(subject)
 
     def _told_of_homes(self, result: Survey) -> None:
-        """The nodes have told what homes wait for: contributions that have waited too long are ended."""
+        """The nodes have told the waits of homes: contributions that have waited too long are ended."""
         due, self._due = self._due, set()
         topology, settings = self._context.topology, self._context.settings
         stalls = {stall.key: stall for stall in result.stalls if stall.kind == "home"}
@@ -192,7 +192,7 @@ class Stalls:
     # --- what is told to whoever asks ---------------------------------------------------------------------------------
 
     def under_way(self, key: OpKey | None = None) -> list[wire.Waiting]:
-        """Returns what waits here; only what has this key, if there is one, and then also operations that are over."""
+        """Returns the waits here; only those with this key, if there is one, and then also operations that are over."""
         now = self._context.outside.clock()
         operations = self._operations.under_way
         if key is None:
@@ -224,7 +224,7 @@ class Stalls:
         )
 
     def _over(self, key: OpKey) -> list[wire.Waiting]:
-        """Returns what is known of an operation that is over here; nothing, as soon as that is forgotten."""
+        """Returns the record of an operation that is over here; nothing, as soon as that is forgotten."""
         context = self._context
         if not self._operations.is_over(key) or key.process_set not in context.participants:
             return []

@@ -1,4 +1,4 @@
-"""The whole picture of who waits for whom, from what each node knows of it; and its sentences. No I/O."""
+"""The whole picture of waits between ranks, from each node's part of it; and its sentences. No I/O."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Straggler:
         sender, receiver: nodes.
         chunks: that are under way, or wait.
         seconds: since something came from the sender to the receiver.
-        unread: they have not been sent, because the receiver does not take what it has.
+        unread: they have not been sent, because the receiver does not take those that it has.
     """
 
     sender: int
@@ -63,7 +63,7 @@ class Stall:
         submitted: ranks that have submitted it; `missing`: those that are waited for.
         stragglers: links that are waited for.
         idle: nodes that have all they need to begin, and have not.
-        notes: what else is known.
+        notes: further remarks.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Survey:
     """Answers of all nodes of a job.
 
     Attributes:
-        stalls: what waits, the longest first.
+        stalls: waits, the longest first.
         found: where ranks are, by rank.
         pids: of the daemons that have answered, by node.
         silent: nodes that have not answered everything.
@@ -97,10 +97,10 @@ class Survey:
 
 
 def merge(waiting: Iterable[tuple[int, Sequence[wire.Waiting]]], topology: Topology) -> list[Stall]:
-    """Puts together what waits in the job, the longest first.
+    """Puts together the waits in the job, the longest first.
 
     Args:
-        waiting: nodes, and what they have told.
+        waiting: nodes, and their answers.
     """
     by_subject: defaultdict[Subject, list[tuple[int, wire.Waiting]]] = defaultdict(list)
     for node, entries in waiting:
@@ -111,7 +111,7 @@ def merge(waiting: Iterable[tuple[int, Sequence[wire.Waiting]]], topology: Topol
 
 
 def _stall(told: Sequence[tuple[int, wire.Waiting]], topology: Topology) -> Stall:
-    """Puts together what nodes know of one thing."""
+    """Puts together the nodes' answers about one operation."""
     entries = [entry for _, entry in told]
     first = next(entry for entry in entries if entry.submitted)  # who has submitted it knows best what it is
     submitted = {rank for entry in entries for rank in entry.submitted}
@@ -140,7 +140,7 @@ def stragglers(traffic: Mapping[int, Sequence[wire.Traffic]]) -> tuple[Straggler
     """The links on which an operation's data is late, the longest first.
 
     Args:
-        traffic: by node, what has gone between it and its peers, as it sees it.
+        traffic: by node, chunks between it and its peers, as it sees them.
     """
     seen = {(node, peer.node): peer for node, peers in traffic.items() for peer in peers}
     found = []
@@ -189,13 +189,13 @@ def explain(
     departed: Collection[int],
     waited: float,
 ) -> str:
-    """Explains why an operation or a plan fails: what the ranks submitted under its name, or which of them did not.
+    """Explains why an operation or a plan fails: the ranks' submissions under its name, or the ranks without one.
 
     Args:
         submitted: ranks that have, with the signatures of an operation.
         awaited: the ranks without which it cannot be.
         waited: seconds, or 0 while its time is not up.
-        verb: what ranks do with it, and did.
+        verb: for the ranks' act, in present and past.
 
     Returns: a sentence; empty when nothing is wrong, as far as that tells.
     """
@@ -250,12 +250,12 @@ def _seconds(waited: float) -> str:
 def explain_contribution(
     rank: int, waited: float, bucket: int, group: str, node: int | None, stall: Stall | None, topology: Topology
 ) -> str:
-    """Explains for what a rank has waited that contributed to a bucket.
+    """Explains the wait of a rank that contributed to a bucket.
 
     Args:
         waited: seconds.
         node: where the bucket's home is; None: it is the rank's own.
-        stall: what is known of the home.
+        stall: the state of the home.
     """
     text = f"rank {rank} has waited {waited:.0f} s for the home of bucket {bucket} of {group!r}"
     if node is not None:

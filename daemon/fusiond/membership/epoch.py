@@ -133,7 +133,7 @@ class Membership:
         return len(self.left) == len(self.local) > 0 and not self._returned
 
     def missing(self) -> str:
-        """Returns a sentence on who has not come up yet, as far as this node knows."""
+        """Returns a sentence on ranks that have not come up yet, as far as this node knows."""
         ranks = [rank for rank in self.local if rank not in self.joined]
         if ranks:
             return f"{self._topology.describe(ranks)} did not connect to the daemon"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class JobControl(Protocol):
-    """The part of a daemon that decides what goes on, and with whom."""
+    """The part of a daemon that decides on the ranks and nodes that go on."""
 
     def current_engine(self) -> Engine:
         """Returns the engine of this membership epoch."""
@@ -47,7 +47,7 @@ class JobControl(Protocol):
 
 
 class Losses:
-    """The losses that one daemon knows of, and what follows from them.
+    """The losses that one daemon knows of, and their consequences.
 
     Args:
         topology, node: the ranks of each node, and this node.
@@ -85,7 +85,7 @@ class Losses:
         self._ended: dict[int, str] = {}  # nodes that are not missed, and why they are gone
 
     def peer_lost(self, node: int, why: str) -> None:
-        """Suspects a peer that cannot be heard any more, or lets it go if nobody needs it."""
+        """Suspects a peer that cannot be heard any more, or lets it go if it is not needed."""
         if node not in self.views.view.nodes:
             return
         if self._job.is_over() or (self._has_left(node) and node != self.views.coordinator):

@@ -8,11 +8,11 @@ nodes, the first goes on without the second, and not the other way round.)
 
 Whoever suspects something tells the *decider*: the lowest node with workers that it does not itself suspect. This one
 waits a moment, so that the other symptoms of one fault come in, and then either says why the job cannot go on, or
-canvasses for a view without what is lost. That is the coordinator, or, if it is suspected itself, the next one. Of two
+canvasses for a view without the lost ones. That is the coordinator, or, if it is suspected itself, the next one. Of two
 nodes of which one does not hear the other, though the decider hears both, the one with more such links is lost, or
 else the one that is not heard, or else the higher one.
 
-What comes from a node that is not in the view is dropped and counted. As a coordinator is only ever replaced by being
+Messages of a node that is not in the view are dropped and counted. As a coordinator is only ever replaced by being
 lost, this fences what it still says; the number fences everything about views.
 """
 
@@ -50,7 +50,7 @@ class ViewEvents(Protocol):
         """Called when a view becomes active, with its further losses."""
 
     def is_over(self) -> bool:
-        """Returns whether nothing is left to be done for anybody here, so that losses do not matter."""
+        """Returns whether nothing is left to be done for a worker here, so that losses do not matter."""
 
     def job_ends(self, error: str, tell: bool) -> None:
         """Called when the job cannot go on; `tell`: on the other nodes neither."""
@@ -63,7 +63,7 @@ def coordinator_of(view: View, topology: Topology) -> int:
 
 
 def is_quorum(nodes: Collection[int], view: View, topology: Topology) -> bool:
-    """Returns whether these nodes may decide what follows a view."""
+    """Returns whether these nodes may decide on the view after one."""
     there = len(set(nodes).intersection(view.nodes))
     return 2 * there > len(view.nodes) or (2 * there == len(view.nodes) and coordinator_of(view, topology) in nodes)
 
@@ -146,7 +146,7 @@ class Views:
         self._consider()
 
     def forgive(self, node: int) -> bool:
-        """Drops the suspicion of a peer that nobody needs any more; returns whether there was one."""
+        """Drops the suspicion of a peer that is not needed any more; returns whether there was one."""
         found = [key for key in self._suspected if key[1:] == (node, None)]
         for key in found:
             del self._suspected[key]
@@ -179,7 +179,7 @@ class Views:
         return chosen
 
     def _disputed(self, chosen: Collection[_Lost]) -> list[_Suspicion]:
-        """Returns who does not hear whom, where neither is declared lost."""
+        """Returns the pairs of nodes of which one does not hear the other, where neither is declared lost."""
         return [key for key in self._suspected if (key[0], None) not in chosen and key[1:] not in chosen]
 
     def _losses(self, of: Collection[_Suspicion] | None = None) -> tuple[Loss, ...]:

@@ -85,7 +85,7 @@ class Starting:
         self._timer = self._loop.call_later(self._settings.start_timeout, self._timed_out)
 
     def end(self) -> None:
-        """Waits for nobody any more, and measures nothing: another formation begins, perhaps with other nodes."""
+        """Waits for no node any more, and measures nothing: another formation begins, perhaps with other nodes."""
         self._pings = None
         if self._timer is not None:
             self._timer.cancel()
@@ -186,7 +186,7 @@ class Starting:
         self._mesh.send(node, message)
 
     def _tell(self, answer: wire.LinkTimes) -> None:
-        """Tells the coordinator what was measured for it."""
+        """Tells the coordinator the measurements for it."""
         if self._config.node == self._membership.coordinator:
             self.measured(self._config.node, answer)
         else:
@@ -196,7 +196,7 @@ class Starting:
         self._tell(wire.LinkTimes(tuple(latencies.values())))
 
     def _answer(self, asked: LinkProbe, probe: Probe | None) -> None:
-        """Sends the next probe of a link that the coordinator wants to be measured, or tells it what was found."""
+        """Sends the next probe of a link that the coordinator wants to be measured, or tells it the results."""
         if probe is not None:
             self._emit(probe)
         elif asked.cost is not None:

@@ -40,7 +40,7 @@ class Answers:
         self._calls[call] = None
 
     def end(self, call: Call, inline: bytes | None = None, sizes: tuple[int, ...] = ()) -> bool:
-        """Tells a worker the end of what it has asked for; returns False if it has been told another one."""
+        """Tells a worker the end of its request; returns False if it has been told another one."""
         if call not in self._calls:
             return False
         del self._calls[call]
@@ -48,7 +48,7 @@ class Answers:
         return True
 
     def fail(self, call: Call, error: str) -> None:
-        """Tells a worker that what it has asked for has failed, unless it has been told the end."""
+        """Tells a worker that its request has failed, unless it has been told the end."""
         if call in self._calls:
             del self._calls[call]
             self.refuse(call.rank, call.handle, error, call.about)
@@ -56,7 +56,7 @@ class Answers:
     def done(
         self, rank: int, handle: int, about: tuple[str, int], inline: bytes | None = None, sizes: tuple[int, ...] = ()
     ) -> None:
-        """Tells a worker the end of what was not kept.
+        """Tells a worker the end of a request that was not kept.
 
         Args:
             handle: 0: it does not want to know.

@@ -1,4 +1,4 @@
-"""The records of what local ranks ask for, and of the messages that have come for them."""
+"""The records of local ranks' requests, and of the messages that have come for them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Call(ABC):
     """A send or a receive of a local rank that has not been answered.
 
     Attributes:
-        rank, handle: who is answered.
+        rank, handle: of the worker's request.
         group: id of the process set.
-        other: the rank at the other end; `wire.ANYBODY`: whoever sends first.
+        other: the rank at the other end; `wire.ANYBODY`: the first one that sends.
         tag, nbytes: of the message; of a receive, the most that it takes.
-        about: what records call it; its name and clock.
+        about: for records; its name and clock.
         since: when it began (s); `until`: when it fails.
-        message: what it sends to a rank of this node, or what it has got.
+        message: the one that it sends to a rank of this node, or has received.
         warned: it has been told that it waits.
     """
 

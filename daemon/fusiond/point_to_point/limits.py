@@ -1,4 +1,4 @@
-"""Limits of what peers send before anybody here has asked for it.
+"""Limits of messages that come before a receive.
 
 A message that travels at once lies in the memory of its receiver's daemon until it is received, and goes over the
 control connection, where others wait behind it. So a node may send another one `AT_ONCE` of them, of `BYTES_AT_ONCE` in

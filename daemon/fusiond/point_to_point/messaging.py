@@ -52,7 +52,7 @@ class Messaging:
         operations, starter, questions: the engine's. The starter knows how large chunks are.
 
     Attributes:
-        completed: receives that are complete here; `completed_bytes`: what they got.
+        completed: receives that are complete here; `completed_bytes`: their bytes.
     """
 
     def __init__(self, operations: NodeOperations, starter: Starter, questions: Questions) -> None:
@@ -75,7 +75,7 @@ class Messaging:
     # --- from the local workers ---------------------------------------------------------------------------------------
 
     def send(self, rank: int, asked: wire.SendTo, memory: Operand | None) -> None:
-        """A worker sends a message; `memory` is its bytes (uint8), unless they are in what it says.
+        """A worker sends a message; `memory` is its bytes (uint8), unless they are in its packet.
 
         Raises:
             RequestError: no worker of ours would send that.
@@ -364,7 +364,7 @@ class Messaging:
         self._answers.fail(call, error)
 
     def fail_call(self, call: Call, error: str) -> None:
-        """A send or receive fails, and so does what it is paired with."""
+        """A send or receive fails, and so does its counterpart."""
         if call.message is not None:
             self._break(call.message, error)
             return
@@ -400,7 +400,7 @@ class Messaging:
                 self._taken(message)
 
     def end_overdue(self, now: float) -> float:
-        """Ends what is due; returns when the next one is."""
+        """Ends those that are due; returns when the next one is."""
         for call in self._answers:
             if call.until <= now:
                 self.fail_call(call, self.reports.explain(call, call.until - call.since))
@@ -435,7 +435,7 @@ class Messaging:
         return message.source if call.rank == message.target else message.target
 
     def close(self, group: int, rank: int) -> None:
-        """A local rank has closed a group: what it has under way there fails, and nothing more comes."""
+        """A local rank has closed a group: its messages under way there fail, and nothing more comes."""
         why = f"{self._context.topology.describe([rank])} has closed the group"
         for call in self._answers:
             if (call.group, call.rank) == (group, rank):
@@ -487,7 +487,7 @@ class Messaging:
 
 
 def _why_not_copied(error: BaseException | None) -> str:
-    """Returns why a job could not copy, as a sentence; empty if it could. Raises an error that nobody expects."""
+    """Returns why a job could not copy, as a sentence; empty if it could. Raises unexpected errors."""
     if error is not None and not isinstance(error, FusionError):
         raise error
     return "" if error is None else str(error)

@@ -22,7 +22,7 @@ class Presence:
     def why_not(self, rank: int, group: int, other: int, sends: bool) -> str:
         """Returns why a rank can send nothing to another one of a group, or receive nothing from it; empty if it can.
 
-        What another one has sent before it closed the group may still be received.
+        Messages that another one sent before it closed the group may still be received.
         """
         if self._operations.failure:
             return self._operations.failure

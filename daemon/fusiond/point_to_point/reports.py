@@ -53,7 +53,7 @@ class Reports:
         self._questions.whereabouts(ranks, lambda where: self._context.outside.warn(text + where))
 
     def explain(self, call: Call, waited: float) -> str:
-        """Returns a sentence about what waits; `waited`: seconds."""
+        """Returns a sentence about a wait; `waited`: seconds."""
         topology = self._context.topology
         other = "another rank" if call.other == ANYBODY else topology.describe([call.other])
         text = f"{call.describe(topology)} has waited {waited:.3g} s"
@@ -64,7 +64,7 @@ class Reports:
         return f"{text}: {other} has not received it"
 
     def under_way(self) -> list[wire.Waiting]:
-        """Returns what waits here."""
+        """Returns the waits here."""
         now, topology = self._context.outside.clock(), self._context.topology
         found = []
         for call in self._calls:

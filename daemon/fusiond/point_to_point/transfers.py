@@ -1,4 +1,5 @@
-"""Messages that move in chunks, under the credit that exchanges have: what a node sends, and what it receives."""
+"""Messages that move in chunks, under the credit that exchanges have: those that a node sends, and those that it
+receives."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Transfers:
     Args:
         context: the engine's.
         starter: knows how large chunks are.
-        owner: is told of what has moved.
+        owner: is told of moved chunks.
 
     Attributes:
         dropped: chunks that came for messages that had been given up, or never were.
@@ -72,7 +73,7 @@ class Transfers:
         self._incoming[message.key] = _Incoming(message, BytesInPieces(message.key.in_words, len(memory)), memory, port)
 
     def forget(self, key: OpKey) -> None:
-        """A message is given up: what still comes of it is dropped."""
+        """A message is given up: its later chunks are dropped."""
         self._outgoing.pop(key, None)
         self._incoming.pop(key, None)
 

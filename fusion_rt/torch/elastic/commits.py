@@ -1,9 +1,9 @@
 """Numbers of commits, and the one from which all ranks go on after a loss.
 
-A rank keeps what it had saved before until it knows that all ranks have the new commit: a loss in the midst of one
-finds ranks that have it and ranks that have not. Who has completed it waits for all others, and drops the one before
-then. So whenever one has dropped it, all have the new one; else all have the old one. That is two-phase commit, whose
-coordinator is the barrier.
+A rank keeps its last saved state until it knows that all ranks have the new commit: a loss in the midst of one
+finds ranks that have it and ranks that have not. A rank that has completed it waits for all others, and drops the one
+before then. So whenever one has dropped it, all have the new one; else all have the old one. That is two-phase commit,
+whose coordinator is the barrier.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Commits:
         self.is_open = False
 
     def begin(self) -> None:
-        """A commit begins; what was saved before is kept."""
+        """A commit begins; the state saved before is kept."""
         self.is_open = True
 
     @property
@@ -58,20 +58,20 @@ def agreed(held: Sequence[tuple[int, ...]], root: int) -> int:
 
 
 class Saver:
-    """A part of the state that saves, and that keeps, while a commit is under way, what it had saved before."""
+    """A part of the state that saves, and that keeps, while a commit is under way, the state saved before."""
 
     _saves: tuple[str, ...] = ("_saved",)  # names of attributes, whose values are replaced and never changed
     _before: dict[str, Any] | None = None
 
     def set_aside(self) -> None:
-        """Keeps what was saved last, while something else is saved."""
+        """Keeps the state saved last, while a new one is saved."""
         self._before = {name: getattr(self, name) for name in self._saves}
 
     def take_back(self) -> None:
-        """Has again what was set aside."""
+        """Has the state again that was set aside."""
         for name, value in (self._before or {}).items():
             setattr(self, name, value)
 
     def drop_aside(self) -> None:
-        """Drops what was set aside, which is needed no more."""
+        """Drops the state that was set aside, which is needed no more."""
         self._before = None

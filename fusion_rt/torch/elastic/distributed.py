@@ -1,11 +1,11 @@
-"""A distributed optimizer in a `TorchState`: its own state, and what the codecs and homes on its node remember.
+"""A distributed optimizer in a `TorchState`: its own state, and the memory of codecs and homes on its node.
 
 The first rank of each node keeps that at each commit (`carried.py`). In the next membership epoch nodes have other
 numbers, and homes other places, so `deal` brings together what those have who are still there:
 
-- each residual is loaded on the node of the worker that kept it, or, where several were kept on what is one node now,
+- each residual is loaded on the node of the worker that kept it, or, where several were kept on nodes that are one now,
   sent along with the next gradients of the others;
-- what homes remember goes to the nodes that have the homes in the new plan. Of parameters whose home is gone, it is
+- the memory of homes goes to the nodes that have them in the new plan. Of parameters whose home is gone, it is
   that of the home's mirror (`mirrors.py`), which is as old as the commit; if that is gone, too, their optimizer's state
   begins anew.
 
@@ -58,7 +58,7 @@ class DistributedHandler(Saver):
         self.save()
 
     def save(self) -> None:
-        """Saves the present state. What is under way is taken first, which may change the parameters."""
+        """Saves the present state. Results under way are taken first, which may change the parameters."""
         self.drain()
         self._saved: dict[str, Any] = {"plain": copy.deepcopy(self.value.plain_state_dict())}
         self._saved[_OWN] = copy.deepcopy(self.value.own_state())
@@ -67,7 +67,7 @@ class DistributedHandler(Saver):
             self._mirrored = {}
 
     def mirror(self) -> None:
-        """Has another node keep what this node's homes had when they were saved. An operation on all ranks.
+        """Has another node keep the saved state of this node's homes. An operation on all ranks.
 
         Raises:
             HorovodInternalError: a rank is gone.
@@ -90,11 +90,11 @@ class DistributedHandler(Saver):
         return is_global and options.algorithm.sums_gradients and self.value.op != Adasum
 
     def forget(self) -> None:
-        """Forgets what was kept: it is of another commit than that from which all go on."""
+        """Forgets the kept state: it is of another commit than that from which all go on."""
         self._pending, self._mirrored = None, {}
 
     def restore(self) -> None:
-        """Restores what was saved; codecs and homes go back in `deal`."""
+        """Restores the saved state; codecs and homes go back in `deal`."""
         # A copy, because an optimizer goes on working on the very tensors that it is given.
         load_exactly(self.value, copy.deepcopy(self._saved["plain"]))
         self.value.load_own_state(copy.deepcopy(self._saved[_OWN]))
@@ -179,7 +179,7 @@ class DistributedHandler(Saver):
         return self.value._sync.checkpoint
 
     def drain(self) -> None:
-        """Waits for what is under way, and takes it, which may change the parameters."""
+        """Waits for results under way, and takes them, which may change the parameters."""
         self.value._schedule.drain()
 
 
@@ -191,7 +191,7 @@ def _common(mine: CarriedState) -> CarriedState:
 
 
 def _summed(checkpoint: Checkpoint, mine: CarriedState | None) -> CarriedState:
-    """Returns what this worker keeps, with the sums over all workers."""
+    """Returns this worker's state, with the sums over all workers."""
     kept = mine or CarriedState()
     has = allgather_object((bool(kept.residuals), bool(kept.velocities)))
     sizes = checkpoint.sizes()

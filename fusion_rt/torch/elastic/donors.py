@@ -43,7 +43,7 @@ class Donors(NamedTuple):
         is_needed: a rank needs values of others.
         root: the first that has values which were synced before. The launcher gives workers of earlier epochs the
             lowest ranks, but these may have been interrupted before their first sync.
-        by_taker: the rank from which each of those gets its values that do not have what all others have; None if all
+        by_taker: the rank from which each of those gets its values that lack the state of all others; None if all
             get them from the root.
     """
 
@@ -98,15 +98,15 @@ def by_taker(levels: Sequence[str]) -> dict[int, int] | None:
 
 
 def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> list[Operation]:
-    """Gives newcomers what others have of several things. On those that give it, or have nothing to do, this waits for
-    nobody.
+    """Gives newcomers the state of several parts from others. On those that give it, or have nothing to do, this waits
+    for nobody.
 
     Args:
         items: the same on all ranks.
         donors: by taker; see `Donors`.
 
     Returns:
-        What is under way from this rank.
+        Messages under way from this rank.
 
     Raises:
         ValueError: this rank is a newcomer, and a value does not fit it.
@@ -124,11 +124,11 @@ def pass_on(items: Sequence[Item], donors: Mapping[int, int]) -> list[Operation]
 
 
 def await_given(given: Sequence[Operation]) -> None:
-    """Returns when newcomers have what is under way to them, or are gone: a rank that has trained to the end may not
-    leave before.
+    """Returns when newcomers have the messages under way to them, or are gone: a rank that has trained to the end may
+    not leave before.
 
     Args:
-        given: what `pass_on` returned.
+        given: the result of `pass_on`.
     """
     for operation in given:
         with suppress(HorovodInternalError):  # this rank has all that it wants

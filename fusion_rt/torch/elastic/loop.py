@@ -43,7 +43,7 @@ class Passage:
         """Enters an epoch, the next one if this rank has left one; the state is the same on all ranks then.
 
         Raises:
-            HorovodInternalError: a rank is gone; to be told to `leave`, as what interrupts the training is.
+            HorovodInternalError: a rank is gone; to be told to `leave`, as all interruptions are.
             SystemExit: there is no place for this worker any more.
             FusionError: the agent is gone.
         """
@@ -73,7 +73,7 @@ class Passage:
             _log.warning("%s from the last commit, since %s", go_on(runtime().size), self._why.splitlines()[0])
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
-        """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""
+        """Notes why this rank leaves the epoch, and the state that it takes with it: after an error its last commit."""
         self._why, self._skip_sync, self._is_orderly = str(interruption), False, False
         if isinstance(interruption, HostsUpdatedInterrupt):
             try:
@@ -86,8 +86,8 @@ class Passage:
 
 
 def interruption_of(error: RuntimeError) -> HorovodInternalError | HostsUpdatedInterrupt:
-    """Returns why the training is interrupted, if an error says that: itself, or what its text tells of. Where C++ has
-    called an operation, as DDP's reducer does, torch keeps nothing of the operation's error but the text.
+    """Returns why the training is interrupted, if an error says that: itself, or the one that its text tells of. Where
+    C++ has called an operation, as DDP's reducer does, torch keeps nothing of the operation's error but the text.
 
     Raises:
         The error: it is another one.

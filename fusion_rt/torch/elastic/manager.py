@@ -35,7 +35,7 @@ class ManagedStep:
 
     @property
     def counts(self) -> bool:
-        """True so far; False, the same on all ranks, if what the step has exchanged was left out after a loss, or the
+        """True so far; False, the same on all ranks, if the step's exchange was left out after a loss, or the
         step has failed: then there is nothing to log or to count of it. It can be asked in the step and after it."""
         is_left_out = exchanges.dropped > self._dropped and exchanges.taken == self._taken
         return not is_left_out and not self._is_interrupted
@@ -60,7 +60,7 @@ class Manager:
     the step under way was left out, and else with the batches that follow on the last commit. So each sample of an
     epoch counts once.
 
-    What changes the state, and operations on all ranks, belong into steps, or between two `batches` where nothing can
+    Changes of the state, and operations on all ranks, belong into steps, or between two `batches` where nothing can
     fail: a failure of an operation outside of them is raised.
 
     Args:

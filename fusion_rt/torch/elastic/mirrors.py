@@ -1,6 +1,6 @@
-"""Mirrors of shards: what the homes on one node have at a commit is kept on another node, too.
+"""Mirrors of shards: the state of homes on one node at a commit is kept on another node, too.
 
-The nodes that have workers are a ring, in the order of their numbers: what is on one is mirrored on the next. So the
+The nodes that have workers are a ring, in the order of their numbers: each one's state is mirrored on the next. So the
 loss of one node, or of several that are no neighbours, costs no optimizer's state.
 """
 
@@ -22,13 +22,13 @@ _ROW = 4096  # bytes; an all-to-all counts rows in 31 bits
 
 
 def exchange(homes: Mapping[str, Arrays]) -> dict[str, Arrays]:
-    """Sends what this node's homes have to the next node. An operation on all ranks, on two nodes or more.
+    """Sends the state of this node's homes to the next node. An operation on all ranks, on two nodes or more.
 
     Args:
         homes: see `CarriedState`; empty on all workers but the first of each node.
 
     Returns:
-        What the homes on the node before have; on the first worker of a node.
+        The state of the homes on the node before; on the first worker of a node.
 
     Raises:
         HorovodInternalError: a rank is gone.
@@ -46,12 +46,12 @@ def exchange(homes: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 
 def fill(homes: Mapping[str, Arrays], mirrored: Mapping[str, Arrays]) -> dict[str, Arrays]:
-    """Returns the homes that there are, and, of tensors whose homes are gone, what any rank has mirrored. An operation
+    """Returns the homes that there are, and, of tensors whose homes are gone, their mirrored state. An operation
     on all ranks.
 
     Args:
         homes: of all ranks, the same on all of them.
-        mirrored: what this rank has.
+        mirrored: the state that this rank has.
 
     Raises:
         HorovodInternalError: a rank is gone.

@@ -63,9 +63,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     Usage:
 
-    1. Put it into the `TorchState`, which keeps what is recorded and brings it to all ranks.
+    1. Put it into the `TorchState`, which keeps the record and brings it to all ranks.
     2. Call `record_batch` when a batch is done, before the state is committed.
-    3. Call `set_epoch` at the end of each epoch, not at its beginning: it forgets what is done.
+    3. Call `set_epoch` at the end of each epoch, not at its beginning: it forgets the processed samples.
 
     Args:
         dataset: has a length, the same on all ranks and in all epochs.

@@ -60,7 +60,7 @@ class State:
             does.
         get_rank: accepted for Horovod's sake, and ignored.
 
-    What it keeps for itself is in names that begin with `_`: all others are the script's, for values.
+    Its own values are in names that begin with `_`: all others are the script's, for values.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -161,17 +161,17 @@ class State:
         """
 
     def _begin_commit(self) -> None:
-        """Keeps what was saved before, until all ranks have saved anew."""
+        """Keeps the state saved before, until all ranks have saved anew."""
 
     def _mirror(self) -> None:
-        """Has other nodes keep what only this one has of what was saved. An operation on all ranks.
+        """Has other nodes keep the saved state that only this one has. An operation on all ranks.
 
         Raises:
             HorovodInternalError: a rank is gone.
         """
 
     def _end_commit(self) -> None:
-        """Drops what was saved before, when all ranks have saved anew. An operation on all ranks.
+        """Drops the state saved before, when all ranks have saved anew. An operation on all ranks.
 
         Raises:
             HorovodInternalError: a rank is gone.
@@ -194,7 +194,7 @@ class State:
         """Has the samplers deal the rest of their epochs to the ranks that are left, which stay in their loops.
 
         Args:
-            standings: what `_standing` gave on each rank, by their new ranks.
+            standings: the results of `_standing` on each rank, by their new ranks.
 
         Returns:
             Whether they could; the same on all ranks. If not, the ranks have to go on from the last commit.
@@ -347,7 +347,7 @@ class TorchState(ObjectState):
 
     @property
     def _carries(self) -> bool:
-        """Tells whether nodes remember what others do not have; the same on all ranks."""
+        """Tells whether nodes have memory that others lack; the same on all ranks."""
         return any(distributed.carries for distributed in self._distributed())
 
     def _agree_about_commit(self) -> None:
@@ -436,7 +436,7 @@ class _PlainValues(Saver):
 
 
 class _Handler(Saver):
-    """Saves and restores something that has a `state_dict`, and says what of it all ranks are to have from one."""
+    """Saves and restores an object that has a `state_dict`, and names the parts that all ranks are to have from one."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

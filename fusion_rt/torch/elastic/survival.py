@@ -49,15 +49,15 @@ class RankReport(NamedTuple):
     """The state of a rank at the beginning of a membership epoch.
 
     Attributes:
-        skips_sync: it needs nobody's values.
+        skips_sync: it needs no other rank's values.
         has_values: that were synced before.
         level: the same on ranks that have left the last membership epoch in good order, with the same values; else
             empty.
         stays: it is in its function, and can go on there.
         generation, completed, begun: those of its exchanges.
         failed: places of the optimizers whose exchange has failed, in the order in which they were made.
-        last: of those of the last exchange that has ended well, and what became of each.
-        has_memory: its daemon has what a codec has not sent, without a step that was not complete here.
+        last: of those of the last exchange that has ended well, and the outcome of each.
+        has_memory: its daemon has a codec's residual, without a step that was not complete here.
         is_spoiled: its healing was interrupted.
         standings: how far it has come with its samples.
         shard_clocks: how far it has come at the shards of its optimizers, in the order in which these were made.
@@ -92,7 +92,7 @@ class Conclusion(NamedTuple):
         left_out: no rank exchanges anything up to this number.
         behind: ranks that are to be healed.
         root: the rank that they are healed from.
-        healed: places of the optimizers to heal, and what became of their exchange.
+        healed: places of the optimizers to heal, and the outcome of their exchange.
     """
 
     left_out: int
@@ -395,7 +395,7 @@ def plan_ahead(sync: Synchroniser) -> None:
 
 
 def heal(part: Schedule, root: int, is_behind: bool) -> None:
-    """Gives all ranks what an optimizer's last exchange has made of its parameters, and of its state, on a rank.
+    """Gives all ranks the parameters and the state of an optimizer after its last exchange, from one rank.
 
     Where ranks take local steps this is the start of the next ones, and the outer optimizer, if there is one. If there
     is none, ranks that have not got the mean of the parameters go on with their own until the next exchange: nobody

@@ -33,7 +33,7 @@ _WATCHED_HERE = {  # NCCL's own watchdogs end the process; read when a group is 
 
 
 class UnderWay(Protocol):
-    """An operation of a group, and what follows it on ranks that have its result."""
+    """An operation of a group, and the next step on ranks that have its result."""
 
     def done(self) -> bool:
         """Tells whether it is done with all that follows. Raises `RuntimeError` if it failed."""
@@ -45,10 +45,10 @@ class Group(ABC):
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
         """Starts combining the ranks' tensors into that of the first rank, as they are when the current stream has come
-        as far as now. What the other ranks' tensors have afterwards is undefined.
+        as far as now. The contents of the other ranks' tensors afterwards are undefined.
 
         Args:
-            tensor: 1-D, contiguous; as long, and of the same dtype, on all ranks. Nobody writes to it meanwhile.
+            tensor: 1-D, contiguous; as long, and of the same dtype, on all ranks. It must not be written to meanwhile.
             op: "sum", "min", "max" or "product".
             then: called once on the rank with the result, now or later, where it may start copies of it.
         """
@@ -58,8 +58,8 @@ class Group(ABC):
         """Starts combining the ranks' tensors into each rank's own part of the result, as `reduce` does.
 
         Args:
-            whole: 1-D, contiguous; as long, and of the same dtype, on all ranks. Nobody writes to it meanwhile.
-            part: what becomes the rank's part of it: the first rank's is the first of equal ones.
+            whole: 1-D, contiguous; as long, and of the same dtype, on all ranks. It must not be written to meanwhile.
+            part: becomes the rank's part of it: the first rank's is the first of equal ones.
             op, then: as for `reduce`; all ranks have something that follows.
         """
 
@@ -77,7 +77,7 @@ class Group(ABC):
     @abstractmethod
     def settle(self, tensor: torch.Tensor) -> None:
         """Prepares the whole tensor of an operation that has ended, or was begun in an earlier step, for the current
-        stream: what is queued there from now on may read it, and write to it."""
+        stream: later work there may read it, and write to it."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -134,7 +134,7 @@ def _meet(store: Any, rank: int, size: int, limit: float) -> None:
 
 
 def _leave_store(store: Any) -> None:
-    """Has nobody wait long for the file, which one rank removes when it leaves: torch would, for five minutes."""
+    """Shortens the wait for the file, which one rank removes when it leaves: torch would, for five minutes."""
     store.set_timeout(timedelta(seconds=1))
 
 
@@ -173,7 +173,7 @@ def end_group(group: Any, aborts: bool = True) -> None:
     """Ends a process group of torch by the method that this version has.
 
     Args:
-        aborts: without waiting; otherwise what is under way in it may end before.
+        aborts: without waiting; otherwise operations under way in it may end before.
     """
     aborting, waiting = ("abort", "_abort"), ("shutdown", "_shutdown")
     for name in (*aborting, *waiting) if aborts else (*waiting, *aborting):
@@ -184,7 +184,7 @@ def end_group(group: Any, aborts: bool = True) -> None:
 
 
 class _Followed:
-    """A reduction without notice of its end: what follows it begins when somebody calls `done`."""
+    """A reduction without notice of its end: the next step begins with a call of `done`."""
 
     def __init__(self, work: Any, then: Callable[[], Copying] | None) -> None:
         self._work = work
@@ -341,7 +341,7 @@ class Backend(Protocol):
         """Makes a process group of torch of this kind, watched as the script has it.
 
         Args:
-            store: of torch, in which its members meet; nobody else uses it.
+            store: of torch, in which its members meet, for their use only.
             limit: seconds for an operation.
         """
 

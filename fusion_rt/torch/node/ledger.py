@@ -5,9 +5,9 @@ So all ranks of the node have to decide alike about each step, before the first 
 waiting for one that has joined (`hvd.join`). Steps are numbered by the clock of the plan's buckets, alike on all ranks.
 
 - *Enrolling*, each rank says that it can, and in which step it is. When all have, reductions begin with the step after
-  the latest of these, so that it does not depend on who was first.
+  the latest of these, so that it does not depend on the order of ranks.
 - *Deciding* about a step, a rank notes that it has got there.
-- *Withdrawing*, before it joins, a rank ends them with the last step that anybody has decided about. It still takes
+- *Withdrawing*, before it joins, a rank ends them with the last step that was decided about. It still takes
   part in that one.
 - *Giving up*, because a reduction has failed, it ends them likewise. The last step fails then, for all.
 - *Having gathered* the results of a step, it says so: whoever ends its connection waits for those that have not.
@@ -105,7 +105,7 @@ class NodeState(msgspec.Struct):
         self.gathered[position] += 1
 
     def is_awaited(self, position: int) -> bool:
-        """Tells whether some rank has not gathered yet what this one has."""
+        """Tells whether some rank has gathered less often than this one."""
         return not self.broken and min(self.gathered) < self.gathered[position]
 
     def give_up(self, why: str) -> None:

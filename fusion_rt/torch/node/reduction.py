@@ -4,7 +4,7 @@ When a bucket is full it is copied into a tensor of its own on the device, its *
 other ranks of the node. Then each rank has a *part* of the sum (reduce-scatter), which goes to its arena by its own
 link; or, where a worker selects from all of it on its GPU, the first rank, the *leader*, has the whole. Every rank says
 `ready`, also one without anything of the node's (`wire.ELSEWHERE`), so that the daemon knows of all of them as ever:
-who is late, who is lost, whose model is another one. The daemon puts the parts together: to it, and to its codecs, a
+which rank is late, lost, or has another model. The daemon puts the parts together: to it, and to its codecs, a
 node contributes whole buckets.
 
 Each rank gets its part of the result by its own arena, and the parts are gathered on the devices (all-gather), once all
@@ -129,7 +129,7 @@ def stage(
 
 
 def _gaps(whole: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Returns what lies in a 1-D tensor between places (first element, length) in it, and behind them."""
+    """Returns the gaps of a 1-D tensor between places (first element, length) in it, and behind them."""
     gaps, end = [], 0
     for first, length in [*sorted(places), (whole.numel(), 0)]:
         if first > end:
@@ -145,8 +145,8 @@ class NodeReduction:
         here: this worker's membership.
         plan: the plan.
         ranks: those of this node that take part in it.
-        backend: its name, and what makes groups.
-        where: the device of its gradients, and what tells that from the other ranks'.
+        backend: its name, and the maker of groups.
+        where: the device of its gradients, and a key that tells it from the other ranks' devices.
         before: the reduction of the plan before, whose connection is used again.
         way: of contributions and results.
 
@@ -261,7 +261,7 @@ class NodeReduction:
         return before
 
     def headroom(self, dtype: DType) -> float:
-        """Returns by what the node's sum is smaller than it should be; see `codecs.averages`."""
+        """Returns the divisor of the node's sum; see `codecs.averages`."""
         return averages.headroom(self._plan.reduction, dtype, len(self._ranks))
 
     def fill_with_nothing(self, staging: BucketStaging) -> None:
@@ -273,12 +273,12 @@ class NodeReduction:
         staging.values.fill_(value)
 
     def reduce(self, staging: BucketStaging, follow: Callable[[torch.Tensor], Copying]) -> Combining:
-        """Starts combining what is staged on all ranks of the node.
+        """Starts combining the staged gradients of all ranks of the node.
 
         Args:
-            follow: starts to bring what this rank has of the sum to the arena, or selects from it.
+            follow: starts to bring this rank's part of the sum to the arena, or selects from it.
 
-        Returns: what has to be done before the bucket is submitted.
+        Returns: the work to be done before the bucket is submitted.
         """
         combining = Combining(self)
         if self._group is None:  # this step had been begun when a reduction failed
@@ -304,7 +304,7 @@ class NodeReduction:
         return combining
 
     def share(self) -> int:
-        """Returns what of the node's contribution is in this rank's arena; see `wire.Ready`."""
+        """Returns the part of the node's contribution in this rank's arena; see `wire.Ready`."""
         if self.way.parts:
             return wire.PART
         return wire.OF_NODE if self.is_leader else wire.ELSEWHERE
@@ -317,7 +317,7 @@ class NodeReduction:
         return flat[low:high]
 
     def gather(self, staging: BucketStaging, flat: torch.Tensor) -> NodeGathering:
-        """Starts putting together what each rank of the node has of the result of a bucket, in its place in the arena.
+        """Starts putting together the node's parts of the result of a bucket, in its place in the arena.
 
         Raises:
             HorovodInternalError: it cannot be; then the job is over for this rank.
@@ -336,12 +336,13 @@ class NodeReduction:
             raise self.cannot_gather(error) from error
 
     def settle(self, staging: BucketStaging) -> None:
-        """Lets what is queued on the current stream from now on read what has been gathered."""
+        """Lets later work of the current stream read the gathered values."""
         if self._group is not None:
             self._group.settle(staging.result)
 
     def cannot_gather(self, why: object) -> HorovodInternalError:
-        """Ends the job for this rank, which will not get a result that other nodes may have. Returns what to raise."""
+        """Ends the job for this rank, which will not get a result that other nodes may have. Returns the exception to
+        raise."""
         told = (
             f"rank {self._here.rank} could not get results from the other ranks of its node by {self._kind}, while "
             f"other nodes may have them: {why}"
@@ -516,7 +517,7 @@ def _suitable(
 
 
 class Combining(Copying):
-    """A reduction in the node, and the copy to the arena of what this rank has of it.
+    """A reduction in the node, and the copy of this rank's part to the arena.
 
     Attributes:
         why: the reason if it has failed, here or on another rank of the node; else empty.
