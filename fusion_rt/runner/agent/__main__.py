@@ -30,7 +30,7 @@ async def _serve(fd: int) -> None:
 
 
 def main() -> None:
-    """Serves one job. What anything here prints goes to standard error: standard output is for messages."""
+    """Serves one job. Output of anything here goes to standard error: standard output is for messages."""
     adopt_orphans()
     fd = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""The agent of one host: it checks the host, starts daemons and workers, and passes on what they print.
+"""The agent of one host: it checks the host, starts daemons and workers, and passes on their output.
 
 It reads an `agent_messages.Job` and commands from standard input and writes `agent_messages.FromAgent` to standard
 output. The end of input means that the launcher, or the connection to it, is gone; it then ends everything, as it does
@@ -91,7 +91,7 @@ class Agent:
     # The launcher
 
     async def _follow(self, commands: Reader) -> None:
-        """Does what the launcher says, and ends the job when it cannot be followed any more."""
+        """Follows the launcher's orders, and ends the job when that cannot be done any more."""
         try:
             while line := await commands.line():
                 self._silence.heard()
@@ -318,9 +318,9 @@ class Agent:
 
 
 async def in_thread(wait: Callable[[], _T]) -> _T:
-    """Runs a function in a thread of its own; returns its result, or raises what it raises.
+    """Runs a function in a thread of its own; returns its result, or raises its exception.
 
-    Nobody waits for the thread when the agent ends: a name server may take minutes. (Those of `asyncio.to_thread` are
+    The end of an agent does not wait for the thread: a name server may take minutes. (Those of `asyncio.to_thread` are
     joined at the end of the loop.) Where no thread can be started, the loop waits.
     """
     loop = asyncio.get_running_loop()

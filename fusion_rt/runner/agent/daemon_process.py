@@ -36,7 +36,7 @@ _LAST_WORD_S = 1.0  # seconds a daemon that could not start has to end by itself
 
 
 class DaemonReports(Pump):
-    """Carries what a daemon says on its standard output to the launcher.
+    """Carries a daemon's standard output to the launcher.
 
     Args:
         source: its end.
@@ -78,7 +78,7 @@ class DaemonProcess:
 
     Attributes:
         config: its own.
-        log: carry its standard error, and what follows on its standard output, to the launcher.
+        log: carry its standard error, and the rest of its standard output, to the launcher.
         socket: path of the socket for its workers.
         is_unwanted: it was told to end.
         is_killed: it was made to.
@@ -125,7 +125,7 @@ class DaemonProcess:
         It runs in `/`: files of the working directory might shadow Python's own modules.
 
         Args:
-            config: what it has to know.
+            config: of the daemon.
             environment: the job's on this host.
             directory: the job's working directory, from which relative entries of PYTHONPATH are taken.
             children: starts it.

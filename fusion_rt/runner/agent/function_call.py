@@ -2,7 +2,7 @@
 
 Both lie in files without a name (memfd) that the worker inherits: one with the function, which all workers of a host
 share, and one for each worker's result. Nothing has to be pumped, nothing is left behind by a process that is killed,
-and what a worker that has ended wrote is all there.
+and the output of a worker that has ended is all there.
 
 `python -m fusion_rt.runner.agent.function_call` is the worker.
 """
@@ -52,7 +52,7 @@ class ResultFile:
     """A place for one worker's result.
 
     Attributes:
-        descriptors: what the worker inherits.
+        descriptors: those that the worker inherits.
     """
 
     def __init__(self, function: int, result: int) -> None:
@@ -64,7 +64,7 @@ class ResultFile:
         return {_FUNCTION_FD.encode(): b"%d" % function, _RESULT_FD.encode(): b"%d" % result}
 
     def pieces(self, nbytes: int) -> Iterator[bytes]:
-        """Reads what the worker wrote, in pieces of at most so many bytes; closes it."""
+        """Reads the worker's result, in pieces of at most so many bytes; closes it."""
         with open(self.descriptors[1], "rb", buffering=0) as file:
             file.seek(0)
             while data := file.read(nbytes):
@@ -72,7 +72,7 @@ class ResultFile:
 
 
 def main() -> None:
-    """Calls the function, and leaves what it returns. Ends as a script does when the function raises."""
+    """Calls the function, and leaves its result. Ends as a script does when the function raises."""
     function_fd, result_fd = (int(os.environ.pop(name)) for name in (_FUNCTION_FD, _RESULT_FD))
     with mmap.mmap(function_fd, 0, access=mmap.ACCESS_READ) as content:
         paths, call = pickle.loads(content)

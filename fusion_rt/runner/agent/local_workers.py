@@ -1,4 +1,4 @@
-"""The workers of one host: starts them, tells them their places, passes on what they print, and ends them."""
+"""The workers of one host: starts them, tells them their places, passes on their output, and ends them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LocalWorkers:
         environ: of the job on this host.
         channel: the launcher's.
         children: starts them.
-        function: what they call, if they do.
+        function: the one that they call, if they do.
         oom_kills: explains how they were killed.
         tasks: the agent's.
 
@@ -130,7 +130,7 @@ class LocalWorkers:
         return place
 
     async def _watch(self, slot: int, worker: _Worker, result: ResultFile | None) -> None:
-        """Passes on what a worker prints and returns, as of the rank that it has, and tells of its end."""
+        """Passes on a worker's output and result, under its present rank, and tells of its end."""
         pumps = [
             Pump(worker.child.stdout, self._channel, partial(_output, slot, worker, "stdout")),
             Pump(worker.child.stderr, self._channel, partial(_output, slot, worker, "stderr")),
@@ -150,7 +150,7 @@ class LocalWorkers:
     # Their end
 
     def kill(self, slots: Iterable[int]) -> None:
-        """Kills workers, with what they have started."""
+        """Kills workers, with the processes that they have started."""
         for slot in slots:
             if slot in self._workers:
                 signal_tree(self._workers[slot].child.pid, signal.SIGKILL)

@@ -28,7 +28,7 @@ class OomKills:
         self._before = _read(self._machine), _read(self._group)
 
     def explain(self, status: int) -> str:
-        """Tells what the counters say about a process that has ended with this exit status, or minus this signal.
+        """Returns the counters' verdict on a process that has ended with this exit status, or minus this signal.
 
         Returns: a part of a sentence; empty when the process was not killed, or not for lack of memory.
         """

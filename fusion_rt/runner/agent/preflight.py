@@ -32,7 +32,7 @@ def versions() -> Versions:
 
 
 def check_versions(launcher: Versions) -> list[str]:
-    """Checks that this host runs what the launcher runs; nothing else of a job can be trusted before."""
+    """Checks that this host runs the launcher's version; nothing else of a job can be trusted before."""
     own = versions()
     problems = []
     if own.python != launcher.python:
@@ -52,7 +52,7 @@ def check(job: Job, runtime_root: str) -> list[str]:
     """Everything that is wrong with this host for this job. Changes to the job's working directory.
 
     Args:
-        job: what is to be run. The process's environment must be the one the workers get.
+        job: the one to be run. The process's environment must be the one the workers get.
         runtime_root: absolute path of the directory for the daemon's files; it is made.
     """
     problems = [_directory(job), _command(job), _runtime_root(runtime_root), _memory(job.slots)]

@@ -78,7 +78,7 @@ class WorkerServer:
         return slot in self._connections
 
     def begin_epoch(self) -> None:
-        """Forgets what was said of hosts before."""
+        """Forgets earlier notices of hosts."""
         self._news.clear()
 
     def tell(self, slot: int, message: msgspec.Struct) -> None:
@@ -121,7 +121,7 @@ class WorkerServer:
                 self._spawn(self._converse(connection))
 
     async def _converse(self, connection: socket.socket) -> None:
-        """Serves one connection, and closes it when it says what makes no sense."""
+        """Serves one connection, and closes it when a message makes no sense."""
         slot = -1
         try:
             with connection, suppress(WireError, OSError):

@@ -17,8 +17,8 @@ _OF_ANOTHER_JOB = {name.encode() for name in (elastic.SOCKET, elastic.SLOT, elas
 def forwarded(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """The part of the launcher's environment that goes to all hosts.
 
-    Left out are Horovod's exceptions, XDG_RUNTIME_DIR, which names a directory of one host, and what makes this process
-    a worker of another elastic job, if it is one.
+    Left out are Horovod's exceptions, XDG_RUNTIME_DIR, which names a directory of one host, and variables that make
+    this process a worker of another elastic job, if it is one.
     """
     return {
         name: value
@@ -28,8 +28,8 @@ def forwarded(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def on_host(job: Job, own: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """The environment of the job on one host: what was forwarded, and of the exceptions what the host itself has (so
-    that `CUDA_VISIBLE_DEVICES=1 fusionrun …` means what it says on the launcher's own host)."""
+    """The environment of the job on one host: the forwarded variables, and of the exceptions the host's own (so
+    that `CUDA_VISIBLE_DEVICES=1 fusionrun …` has its usual meaning on the launcher's own host)."""
     kept = {name: value for name, value in own.items() if _OWN_OF_HOST.fullmatch(name)}
     return {**dict(job.environment), **kept}
 

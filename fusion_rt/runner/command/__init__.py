@@ -1,1 +1,1 @@
-"""The command line of `fusionrun`, its YAML file, and `fusion_rt.run`'s launcher: from what was asked for to a plan."""
+"""The command line of `fusionrun`, its YAML file, and `fusion_rt.run`'s launcher: from requests to a plan."""

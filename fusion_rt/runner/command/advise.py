@@ -74,7 +74,7 @@ def check(plan: LaunchPlan) -> None:
 
 
 def words_of(argv: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Returns the flags of a command line but for --advise; `command`: what stands behind them."""
+    """Returns the flags of a command line but for --advise; `command`: the words behind them."""
     flags = list(argv)[: len(argv) - len(command)]
     start = next(index for index, word in enumerate(flags) if word.startswith("--adv"))
     del flags[start : start + 3]

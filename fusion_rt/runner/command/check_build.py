@@ -1,4 +1,4 @@
-"""The list that `fusionrun --check-build` prints, in Horovod's form: what this installation can use.
+"""The list that `fusionrun --check-build` prints, in Horovod's form: the abilities of this installation.
 
 Versions are read from what pip has noted, and what only torch and the daemon know about themselves is asked of
 short-lived processes: torch is not to be imported here.
@@ -113,7 +113,7 @@ def _version(distribution: str) -> str:
 
 
 def _ask(code: str) -> dict[str, Any]:
-    """Runs a piece of Python; returns what it prints as JSON, or its `error`."""
+    """Runs a piece of Python; returns its output as JSON, or its `error`."""
     try:
         run = subprocess.run(
             [sys.executable, "-c", code],

@@ -1,6 +1,6 @@
 """The YAML file of `--config-file`: Horovod's keys, and this project's own beside them.
 
-Keys that nobody knows are told with the nearest known one, since a typing mistake would else go unnoticed.
+Unknown keys are told with the nearest known one, since a typing mistake would else go unnoticed.
 """
 
 from __future__ import annotations

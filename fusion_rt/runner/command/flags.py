@@ -1,4 +1,4 @@
-"""The flags of `fusionrun`: a parser made from the table of settings, the choices in what it parsed, and their values.
+"""The flags of `fusionrun`: a parser made from the table of settings, the choices in its result, and their values.
 
 Flags are spelled as Horovod's, may be abbreviated as long as they are unique, and end with the first word that is no
 flag: from there on it is the command.
@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def does_nothing(self) -> bool:
-        """Tells whether something is asked for that does not happen; what happens anyway may be asked for."""
+        """Tells whether an effect is asked for that does not happen; one that happens anyway may be asked for."""
         return bool(self.knob.idle) and self.value is not False and self.value != self.knob.default
 
 
@@ -66,7 +66,7 @@ class Choices:
         }
 
     def warnings(self, environ: Mapping[str, str]) -> list[str]:
-        """At most one sentence, on what has no effect here.
+        """At most one sentence, on options without effect here.
 
         Args:
             environ: variables of it that Horovod would act on are named, too.

@@ -1,4 +1,4 @@
-"""Decides what becomes of a job, without I/O: its hosts, places, failures, and in an elastic job its epochs.
+"""Decides on the course of a job, without I/O: its hosts, places, failures, and in an elastic job its epochs.
 
-`launch` tells what happens and carries out what is decided (`job_control.JobControl`).
+`launch` tells the events and carries out the decisions (`job_control.JobControl`).
 """

@@ -16,7 +16,7 @@ class _HostFailures:
 
 
 class Blacklist:
-    """The hosts that are left out. No host is for ever, since what was wrong with it may have been mended.
+    """The hosts that are left out. No host is for ever, since its fault may have been mended.
 
     Args:
         least: seconds that a host is left out the first time.

@@ -1,9 +1,9 @@
-"""Decides what becomes of an elastic job: which epoch begins, where, and when it is over. No I/O.
+"""Decides on the course of an elastic job: which epoch begins, where, and when it is over. No I/O.
 
 An epoch is *gathered* for, until there are enough workers on hosts whose daemons listen, and then *runs*, until none of
 its workers does: each has asked for the next epoch, has ended, or its host is lost. The next one begins at once, with
-those who have asked. Who comes back, or is new, begins in the background (`newcomers`) on a host that is ready for it
-(`host_states`), and the others are interrupted when it has asked for its place.
+those that have asked. A worker that comes back, or is new, begins in the background (`newcomers`) on a host that is
+ready for it (`host_states`), and the others are interrupted when it has asked for its place.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class NextPlaces:
         return [host for host in self.found if host.name not in self._blacklist and could(host.name)]
 
     def who_have_asked(self) -> Places | None:
-        """The places of those who wait, and of those in the epoch, on hosts whose daemons listen; None if there are
-        none, or nobody among them has the state."""
+        """The places of waiting workers, and of those in the epoch, on hosts whose daemons listen; None if there are
+        none, or none of them has the state."""
         return self._choose(self._hosts.listens, self._newcomers.asking)
 
     def all_slots(self, listening: bool = False) -> Places | None:
@@ -102,8 +102,8 @@ class NextPlaces:
         return Recruits(places, [place for place in free if place in places.ranks], surplus)
 
     def _choose(self, could: Callable[[str], bool], joining: list[Place] | None) -> Places | None:
-        """Places without anybody who has the state would lose it, so if there is none on the hosts that are available,
-        those on hosts that are left out may stay."""
+        """Places without a worker that has the state would lose it, so if there is none on the hosts that are
+        available, those on hosts that are left out may stay."""
         hosts, staying = self.available(could), self.staying
         alive = Counter(name for name, _ in staying)
         if alive and not any(host.name in alive for host in hosts):
@@ -118,7 +118,7 @@ class FirstStart:
     """Failures of hosts before the job has come up.
 
     Attributes:
-        is_over: the job has come up. From now on somebody has to bring the state to each epoch.
+        is_over: the job has come up. From now on a worker has to bring the state to each epoch.
     """
 
     def __init__(self) -> None:
@@ -390,7 +390,7 @@ class Epochs:
     # Decisions
 
     def _look(self) -> None:
-        """Goes on as far as what is known allows."""
+        """Goes on as far as the known facts allow."""
         workers = self._workers
         if self._is_running and not workers.is_running and not self._over:
             if workers.is_finishing or not self._may_go_on:
@@ -483,7 +483,7 @@ class Epochs:
         self._control.begin(self.number, places, endpoints, [place for place in asking if place in places.ranks])
 
     def _see_off(self, places: Places) -> None:
-        """Finds what becomes of workers that have no place in the epoch that begins."""
+        """Decides on workers that have no place in the epoch that begins."""
         usable = {host.name for host in self._next.available(self._hosts.is_fit)}
         for place in self._workers.alive():
             if place in places.ranks:
@@ -563,7 +563,7 @@ class Epochs:
 
     def _is_return(self, places: Places) -> bool:
         """Tells whether nothing has happened but that lost workers' slots are filled again. The loss was counted as a
-        reset, as Horovod does, where the next epoch waits for those who replace the lost."""
+        reset, as Horovod does, where the next epoch waits for replacements of the lost."""
         before = self._workers
         is_intact = before.places is not None and not before.failures and not before.errors
         return is_intact and set(before.alive()) <= set(places.ranks) <= self._filled

@@ -1,7 +1,7 @@
-"""Decides what becomes of a job whose hosts and workers stay. No I/O.
+"""Decides on the course of a job whose hosts and workers stay. No I/O.
 
 It has one epoch, whose places are known before any agent is. The first failure ends the job, after a moment in which
-the other ranks can say what they saw; unless the job may go on after losses (`--tolerate-losses`).
+the other ranks can report; unless the job may go on after losses (`--tolerate-losses`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ QUOTED_S = 5.0  # the same while all that is known quotes the failure of another
 
 
 class Fixed:
-    """The only epoch of a job. What happens is told as to `Epochs`, which decides for elastic jobs.
+    """The only epoch of a job. It is told the events that `Epochs` is told, which decides for elastic jobs.
 
     Args:
         places: all hosts and ranks.
-        control: carries out what is decided.
+        control: carries out the decisions.
         clock: seconds from any moment on.
         start: seconds in which all agents have to answer, and their daemons to listen.
         tolerates: the job may go on after losses: its daemons end it if it cannot.
@@ -108,13 +108,13 @@ class Fixed:
             self._end()
 
     def missed(self, host: str, number: int, nodes: tuple[int, ...]) -> None:
-        """Nothing: the daemons decide who is lost."""
+        """Nothing: the daemons decide on the lost."""
 
     def reached(self, host: str, serial: int) -> None:
         """Nothing: all come at once."""
 
     def answered(self, host: str) -> None:
-        """Nothing: nobody is asked."""
+        """Nothing: there is no choice."""
 
     def unused(self, host: str, slot: int) -> None:
         """Nothing: the epoch is never abandoned."""

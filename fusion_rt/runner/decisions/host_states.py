@@ -1,4 +1,4 @@
-"""The hosts that an elastic job is connected to: their agents, their daemons, and who is silent. No I/O.
+"""The hosts that an elastic job is connected to: their agents, their daemons, and the silent ones. No I/O.
 
 A host has one daemon at a time, which goes from epoch to epoch, and a node's number that it keeps as long as the job
 lives. A daemon that was left out of an epoch, or has died, is followed by another one, with other keys.
@@ -195,7 +195,7 @@ class HostStates:
                 self._control.check_daemon(host, serial)
 
     def settle(self) -> None:
-        """An epoch is up: what kept hosts apart before is over."""
+        """An epoch is up: earlier separations of hosts are over."""
         self._apart.clear()
 
     def part(self, order: Sequence[str]) -> None:

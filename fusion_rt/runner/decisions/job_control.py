@@ -1,4 +1,4 @@
-"""The effects of decisions about a job: what `Fixed` and `Epochs` have done by the launcher."""
+"""The effects of decisions about a job: those of `Fixed` and `Epochs`, carried out by the launcher."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ class ElasticLimits:
         leave: seconds that workers have to leave an epoch after the first of them did.
         begin: seconds that a newcomer has from its start until it asks for its place.
         start: seconds in which an agent has to answer, and a daemon to listen.
-        probe: seconds in which an agent has to say that it is there, when others have lost somebody.
-        probe_missed: the same when its own host is what they have lost. It is out at once if a sign of life that nobody
+        probe: seconds in which an agent has to say that it is there, when others have lost a process.
+        probe_missed: the same when they have lost its own host. It is out at once if a sign of life that nobody
             has asked for has been overdue for so long.
         restarts: a worker that fails is replaced; if not, its host is left out.
         failures: workers that may fail in a slot in a row, none after a minute of training, until it is abandoned.

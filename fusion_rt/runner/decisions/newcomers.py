@@ -2,7 +2,7 @@
 
 A worker that is lost is replaced in its slot, in the background, and so are slots of hosts that come filled. Such a
 worker *begins* (imports, builds its model) with a provisional place, and *asks* for a real one when its script has come
-to the training function. Only then anybody else is interrupted for it. Workers whose daemon died wait here too, with
+to the training function. Only then other workers are interrupted for it. Workers whose daemon died wait here too, with
 the state that they have.
 
 When workers fail in one slot again and again, each waits longer than the one before, and at last the slot is given up.
@@ -67,26 +67,26 @@ class Newcomers:
 
     @property
     def asking(self) -> list[Place]:
-        """Those who wait for a place and have no state, in the order in which they have asked."""
+        """Workers that wait for a place and have no state, in the order of their requests."""
         waiting = [place for place, one in self.present.items() if one.asked < math.inf and not one.has_state]
         return sorted(waiting, key=lambda place: self.present[place].asked)
 
     @property
     def returning(self) -> list[Place]:
-        """Those who wait for a place and have the state, by their ranks before."""
+        """Workers that wait for a place and have the state, by their ranks before."""
         return sorted(
             (place for place, one in self.present.items() if one.has_state), key=lambda place: self.present[place].rank
         )
 
     @property
     def closed(self) -> set[Place]:
-        """Slots in which nobody is started now."""
+        """Slots in which no worker is started now."""
         now = self._clock()
         return {place for place, slot in self._slots.items() if now < slot.closed_until}
 
     @property
     def given_up(self) -> set[Place]:
-        """Slots in which nobody is started ever again."""
+        """Slots in which no worker is started ever again."""
         return {place for place, slot in self._slots.items() if slot.closed_until == math.inf}
 
     def are_expected(self, seconds: float) -> bool:
@@ -132,7 +132,7 @@ class Newcomers:
         return late
 
     def fail(self, place: Place, failure: Failure) -> str:
-        """A worker has failed, with or without a place; returns what becomes of the slot if it is not used at once."""
+        """A worker has failed, with or without a place; returns the fate of the slot if it is not used at once."""
         self.present.pop(place, None)
         now, slot = self._clock(), self._slots.setdefault(place, _Slot())
         slot.failures = slot.failures + 1 if now < slot.since + STEADY_S else 1

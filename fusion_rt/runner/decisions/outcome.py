@@ -58,7 +58,7 @@ class WorkerFailure:
 
     Attributes:
         status: exit status or minus a signal.
-        stderr: the end of what it printed there.
+        stderr: the end of its output there.
         killed: how it came to be killed, as far as the kernel says.
     """
 

@@ -77,7 +77,7 @@ def assign(
     Args:
         hosts: that can take part, with their slots.
         staying: workers that have the state, in the order of their ranks before; those on other hosts are ignored.
-        most: workers at most, if there is a limit; those who stay get places first.
+        most: workers at most, if there is a limit; staying ones get places first.
         joining: workers that are new, in the order in which they get places; None: one for each slot that is free.
         without: slots that are to stay free then.
         nodes: hosts that have a node's number already, by that number; the others get the next ones, in the order of

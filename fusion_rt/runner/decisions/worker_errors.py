@@ -1,4 +1,4 @@
-"""Reads what a worker printed before it failed: what went wrong, and whether it only tells of another one's failure."""
+"""Reads the output of a worker before it failed: the error, and whether it only tells of another one's failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def echo_of(stderr: str) -> int:
 
 
 def last_error(stderr: str) -> str:
-    """The line that says what went wrong: of the last Python traceback, or the last line that is not empty."""
+    """The line that tells the error: of the last Python traceback, or the last line that is not empty."""
     lines = _end(_lines(stderr))
     line = _error(lines)
     if not _is_quote(line):
@@ -43,13 +43,13 @@ def last_error(stderr: str) -> str:
 
 
 def in_a_line(message: str) -> str:
-    """The first line of an exception's message; if that quotes a traceback, with what went wrong there."""
+    """The first line of an exception's message; if that quotes a traceback, with the error there."""
     first, *rest = _lines(message) or [""]
     return last_error("\n".join([first, *rest])) if _is_quote(first) else first
 
 
 def excerpt(stderr: str) -> list[str]:
-    """As much of the last traceback, and what follows it, as people are shown: at most `_TAIL_LINES`."""
+    """As much of the last traceback, and the lines after it, as people are shown: at most `_TAIL_LINES`."""
     lines = _end(_lines(stderr))
     if len(lines) <= _TAIL_LINES:
         return lines
@@ -61,7 +61,7 @@ def _lines(stderr: str) -> list[str]:
 
 
 def _end(lines: list[str]) -> list[str]:
-    """The last traceback and what follows it, or a few last lines.
+    """The last traceback and the lines after it, or a few last lines.
 
     Where the beginning of a traceback is lost, the message that quotes another one begins it.
     """

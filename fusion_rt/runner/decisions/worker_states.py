@@ -1,4 +1,4 @@
-"""The workers of one membership epoch: who runs, who has left, and what went wrong."""
+"""The workers of one membership epoch: running ones, those that have left, and failures."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class WorkerStates:
 
     Attributes:
         states: of the workers, in the order of ranks.
-        failures: what went wrong, in the order in which it did; what workers did not survive.
+        failures: errors that workers did not survive, in their order.
         errors: why workers have left.
         reasons: for the next change of membership, in words.
-        leave_until: when those who have not left yet are late.
+        leave_until: when workers that have not left yet are late.
         given_up: those that were late.
-        told: what the workers were told that the next epoch's places would be.
+        told: the next epoch's places, as the workers were told.
     """
 
     def __init__(self, places: Places | None = None) -> None:
@@ -101,7 +101,7 @@ class WorkerStates:
         self.reasons.append(in_short(failure))
 
     def add(self, consequence: str) -> None:
-        """Adds to the last thing that went wrong what follows from it."""
+        """Adds the consequences to the last failure."""
         self.reasons[-1] += f"; {consequence}"
 
     def leave(self, place: Place, error: str, leave_until: float) -> bool:
@@ -140,7 +140,7 @@ class WorkerStates:
         return in_short(self.failures[-1]) if self.failures else self._first_error()
 
     def tell_change(self, number: int, places: Places, found: Sequence[Host]) -> str:
-        """A line on the next epoch: who is in it, and why.
+        """A line on the next epoch: its workers, and the reason.
 
         Args:
             number: of that epoch.

@@ -1,1 +1,1 @@
-"""The launcher's side of `fusionrun`: it reaches hosts, carries out what `decisions` decide, and tells people."""
+"""The launcher's side of `fusionrun`: it reaches hosts, carries out decisions of `decisions`, and tells people."""

@@ -1,4 +1,4 @@
-"""The agents of a job's hosts: starts them, tells them what was decided, and sees to it that they end."""
+"""The agents of a job's hosts: starts them, tells them decisions, and sees to it that they end."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Lost:
 
     Attributes:
         status: exit status of the command that ran the agent, or minus the signal that ended it.
-        last_words: the end of its standard error, or if that was silent, of what was said before the first message.
-        protocol_error: what it sent that is not a message; then it was killed for that.
+        last_words: the end of its standard error, or if that was silent, of its output before the first message.
+        protocol_error: bytes from it that are no message; then it was killed for that.
         silence: seconds for which it had said nothing, when it was killed for that; else 0.
     """
 
@@ -126,7 +126,7 @@ class AgentLink:
         self._unwanted = False
 
     async def run(self, job: Job, children: Children) -> None:
-        """Starts the agent, sends it its job, and reports what it says until it ends."""
+        """Starts the agent, sends it its job, and reports its messages until it ends."""
         try:
             # It finds out by itself when this process ends, and then ends what it has started.
             child = await children.start(
@@ -269,7 +269,7 @@ class Agents:
     Args:
         plan: the job.
         silence_limit: seconds after which launcher and agent take each other for gone.
-        console: is told of epochs, and passes on what daemons log.
+        console: is told of epochs, and passes on the daemons' log.
         hearer: hears the agents.
 
     Attributes:

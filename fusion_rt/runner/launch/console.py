@@ -105,7 +105,7 @@ class Console:
         self.say(f"fusionrun: warning: {text}")
 
     def note(self, text: str) -> None:
-        """Tells a person who wants to know the job's course."""
+        """Tells the job's course where that is asked for."""
         if self._is_verbose:
             self.say(f"fusionrun: {self._phases.seconds:.2f} s: {text}")
 

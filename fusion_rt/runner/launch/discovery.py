@@ -72,7 +72,7 @@ class Discovery:
         """Runs the script once.
 
         Returns:
-            The hosts, which may be none, and what the script printed to its standard error.
+            The hosts, which may be none, and the script's standard error.
 
         Raises:
             FusionError: it cannot be run, fails, takes too long, or prints something else.
@@ -100,7 +100,7 @@ class Discovery:
             raise FusionError(f"{self._name} printed a line that is no host: {error}") from None
 
     async def first(self) -> tuple[Host, ...]:
-        """The hosts at the start of a job; passes on what the script prints to its standard error.
+        """The hosts at the start of a job; passes on the script's standard error.
 
         Raises:
             FusionError: as `ask`, or there is no host.
@@ -129,14 +129,14 @@ def _why(name: str, error: OSError) -> str:
 
 
 async def _outcome(child: Child) -> tuple[str, str, int]:
-    """Returns what a script prints, and its exit status."""
+    """Returns a script's output, and its exit status."""
     # In tasks of its own, that end with this: whoever cancels it hears of no exception that nobody has seen.
     stdout, stderr, status = await asyncio.gather(_text(child.stdout), _text(child.stderr), asyncio.shield(child.exit))
     return stdout, stderr, status
 
 
 async def _text(reader: Reader) -> str:
-    """All that comes, up to a limit beyond which nobody prints hosts."""
+    """All that comes, up to a limit that no list of hosts reaches."""
     data = b""
     while len(data) < _MOST_OUTPUT and (piece := await reader.read()):
         data += piece

@@ -17,7 +17,7 @@ class ElasticPlan:
     """The ways in which the membership of a job may change.
 
     Attributes:
-        limits: how many workers there may be, and for what they are waited.
+        limits: the numbers of workers, and of the wait for them.
         cooldown: seconds that a host which failed is left out, at first and at most.
         script: finds the hosts; None: they stay as they are.
     """
@@ -35,7 +35,7 @@ class LaunchPlan:
         job: id of the job.
         command: the workers' command line.
         places: hosts and ranks at the start; in an elastic job, if all hosts come.
-        environment: what is forwarded to all hosts, with the settings that flags and the YAML file gave.
+        environment: the variables forwarded to all hosts, with the settings that flags and the YAML file gave.
         directory: absolute working directory of the workers.
         settings: read from `environment`.
         rsh_agent: template of the command that reaches a host, with `{host}` in it; "": ssh, and none for this machine.
@@ -46,8 +46,8 @@ class LaunchPlan:
         timestamps: whether each line of output starts with the time.
         verbose: whether phases are reported.
         as_horovod: whether the workers' `import horovod` means this project.
-        warnings: what the person should know, a sentence each.
-        function: what the workers call (`function_call`), pickled; empty if the command is all they run.
+        warnings: for the person, a sentence each.
+        function: of the workers (`function_call`), pickled; empty if the command is all they run.
         elastic: how membership may change; None: it stays as it is.
     """
 

@@ -1,7 +1,7 @@
 """Carries out a plan: follows the messages of the hosts' agents, and ends the job everywhere.
 
-The agents do the work, and `fixed.Fixed` or `epochs.Epochs` decides: what happens is told to it, and `agents.Agents`
-carries out what it decides. All events and timers come from one event loop, so nothing here is locked.
+The agents do the work, and `fixed.Fixed` or `epochs.Epochs` decides: events are told to it, and `agents.Agents`
+carries out its decisions. All events and timers come from one event loop, so nothing here is locked.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Launch:
         gone: seconds since the person asked for it.
 
     Attributes:
-        failures: what has gone wrong, in the order in which it did.
-        results: what the workers' function returned, pickled, by rank; whole when the job has succeeded.
+        failures: in the order in which they happened.
+        results: of the workers' function, pickled, by rank; whole when the job has succeeded.
 
     Raises:
         OSError: the files for the output cannot be made.
@@ -153,7 +153,7 @@ class Launch:
         self._await_decision()
 
     def _await_decision(self) -> None:
-        """Does what was decided last, and sets the timer for what is decided when nothing happens."""
+        """Carries out the last decisions, and sets the timer for the next one."""
         if self._agents.verdict is not None and not self._stopping:
             self.failures = list(self._agents.verdict)
             self._stop(TERM_GRACE)
@@ -320,7 +320,7 @@ class Launch:
             self._stop(INTERRUPT_GRACE)
 
     async def _finish(self) -> int:
-        """Prints what is left to be said, the cause of a failure last."""
+        """Prints the last messages, the cause of a failure at the end."""
         self._console.flush()
         if self.failures and not self._interrupt:
             cause = first_cause(self.failures)
