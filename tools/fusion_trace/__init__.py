@@ -1,1 +1,1 @@
-"""The `fusion-trace` command shows what a job does, or would do. Only `simulate` imports `fusiond`."""
+"""The `fusion-trace` command shows what a job does, or would do."""

@@ -117,7 +117,7 @@ def _plan(trace: JobTrace, number: int, records: Records) -> Plan:
 
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, ...]:
-    """Returns buckets by plan and size, and then what is outside any plan.
+    """Returns buckets by plan and size, and then operations outside any plan.
 
     Without a choice of steps, operations outside of whole steps count too.
     """
@@ -219,7 +219,7 @@ class _Phases:
         return found
 
     def _note(self, phase: str, begin: Ints, end: Ints, of: Ints | None = None) -> None:
-        """Notes the time between what was recorded on both sides; clocks that disagree make none negative.
+        """Notes the time between the records of both sides; clocks that disagree make none negative.
 
         Args:
             of: the operations; by default all.

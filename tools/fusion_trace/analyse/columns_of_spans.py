@@ -36,7 +36,7 @@ def order_in_group(group: Ints) -> Ints:
 
 
 def paired(group: Ints, begin: Floats, other: Ints, end: Floats) -> tuple[Ints, Floats, Floats]:
-    """Pairs the first begin of each group with its first end, and so on; what has no partner is left out.
+    """Pairs the first begin of each group with its first end, and so on; those without a partner are left out.
 
     Args:
         group, begin: of each begin; other, end: of each end. In any order.
@@ -84,7 +84,7 @@ class Carried:
 
 
 def lower_middle_of_others(values: NDArray[Any], together: int = 1) -> Floats:
-    """Returns what is usual among the others, by the rule of `fusiond.live.rates`, for each element of rows of
+    """Returns the usual value of the others, by the rule of `fusiond.live.rates`, for each element of rows of
     shape (n, q); NaN if q is 1.
 
     Args:

@@ -1,4 +1,4 @@
-"""Steps as they would have been without what made somebody slow: the durations of a ledger, added up again.
+"""Steps as they would have been without a cause of slowness: the durations of a ledger, added up again.
 
 With nothing taken away, every step comes out as long as it was. All variants are reckoned at once, event by event.
 """
@@ -23,9 +23,9 @@ class Suspect:
     Attributes:
         cause: compute, daemon, negotiation or wire.
         column: of the ledger's ranks, or of the resources' nodes or links.
-        signal: by how much it is slow in each step, without what is chance; shape (s,).
-        own, lag: of a rank, what of its durations would go; shape (e,). None: it is no rank.
-        took: of a daemon or link, what of each operation's time would go; shape (o,).
+        signal: its excess in each step, without chance; shape (s,).
+        own, lag: of a rank, the parts of its durations that would go; shape (e,). None: it is no rank.
+        took: of a daemon or link, the part of each operation's time that would go; shape (o,).
     """
 
     cause: str
@@ -40,7 +40,7 @@ def replay(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: 
     """Returns when each step ends, the mean over ranks, in several variants.
 
     Args:
-        without: of shape (variants, suspects): who is not slow there.
+        without: of shape (variants, suspects): those that are not slow there.
 
     Returns: ns, of shape (variants, steps).
     """
@@ -102,8 +102,8 @@ def replay(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: 
 def _took(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: NDArray[np.bool_]) -> Floats:
     """Returns how long each operation takes in each variant; shape (variants, o).
 
-    What is saved is at most the sum of what goes, and an operation lasts at least as long as the busiest of its daemons
-    and links still is.
+    The saved time is at most the sum of these parts, and an operation lasts at least as long as the busiest of its
+    daemons and links still is.
     """
     took = np.repeat(book.took[None, :], len(without), 0)
     slow = [(place, suspect) for place, suspect in enumerate(suspects) if suspect.took is not None]

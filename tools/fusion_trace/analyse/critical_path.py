@@ -1,4 +1,4 @@
-"""`fusion-trace critical-path` says what the length of a step is made of, across ranks and nodes.
+"""`fusion-trace critical-path` divides the length of a step into activities, across ranks and nodes.
 
 The path is found backwards, from the moment when the last rank ends the step. Whoever is busy then is on it, back to
 when it last waited for something; from there on whoever it waited for is, and so on until the step's begin. So each
@@ -102,7 +102,7 @@ def totals(paths: Iterable[Path]) -> dict[tuple[str, Place], int]:
 
 @dataclass(frozen=True)
 class Beside:
-    """An activity at a place, and what it takes of a step in some steps and in others; ns, means."""
+    """An activity at a place, and its part of a step in some steps and in others; ns, means."""
 
     activity: str
     place: Place
@@ -149,7 +149,7 @@ class _Walk:
     Attributes:
         limit: the step's begin.
         time: everything after it is in `segments`.
-        waiting: the rank whose wait is being explained, when that wait began, and for what it was.
+        waiting: the rank whose wait is being explained, when that wait began, and its object.
     """
 
     limit: int
@@ -273,7 +273,7 @@ class _Graph:
     def _latest(
         self, operation: Operation, part: DaemonPart, node: int, stage: int, walk: _Walk
     ) -> tuple[int, int, Chunk | _Kernel | Span | int | None] | None:
-        """Returns the last event before the moment that the walk is at: its time, its stage, and what it is."""
+        """Returns the last event before the moment that the walk is at: its time, its stage, and its kind."""
         found: list[tuple[int, int, Chunk | _Kernel | Span | int | None]] = []
         for name, spans in part.kernels.items():
             for begin, end in spans:

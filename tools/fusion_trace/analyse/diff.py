@@ -1,7 +1,7 @@
 """`fusion-trace diff` compares the steps of two jobs.
 
-A sample is a step: what it takes, as the mean over its ranks. Steps are compared as distributions (`distributions.py`),
-and of what they are made of the medians; so is what each rank does itself, and does not wait for, since steps of ranks
+A sample is a step: its length, as the mean over its ranks. Steps are compared as distributions (`distributions.py`),
+and their parts by medians; so is each rank's own work, without waits, since steps of ranks
 that wait for each other last equally long. Neither a pause nor slow first steps move a median, and spikes have a row
 of their own, in which typical steps cannot hide them. All intervals of a table are meant to hold at once with the
 confidence that is asked for (Bonferroni), so that the same job against itself seldom shows a change, whatever is looked
@@ -38,7 +38,7 @@ class Samples:
     Attributes:
         job: its id.
         measures: by measure, the mean over ranks; each of shape (steps,).
-        own: by rank, what it did itself and did not wait for; each of shape (its steps,).
+        own: by rank, its own work without waits; each of shape (its steps,).
     """
 
     job: str
@@ -52,8 +52,8 @@ class Diff:
 
     Attributes:
         step: the distribution of steps, by `distributions.ROWS`.
-        parts: medians of what steps are made of, in order of `MEASURES`; those that either job has.
-        ranks: the distribution of what each rank does itself; of the ranks that both jobs have.
+        parts: medians of the parts of steps, in order of `MEASURES`; those that either job has.
+        ranks: the distribution of each rank's own work; of the ranks that both jobs have.
     """
 
     step: tuple[Comparison, ...]
@@ -116,7 +116,7 @@ def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Samples:
 
 
 def verdict(found: Diff) -> str:
-    """Returns a sentence on steps: typical ones first, then what else has changed of their distribution."""
+    """Returns a sentence on steps: typical ones first, then other changes of their distribution."""
     told = [_in_words(row) for row in found.step if row.changed]
     known = {row.measure for row in found.step if row.changed}
     hidden = [rank for rank, rows in found.ranks.items() if {row.measure for row in rows if row.changed} - known]
@@ -131,7 +131,7 @@ def verdict(found: Diff) -> str:
 
 
 def _of_ranks(found: Diff, ranks: Sequence[int]) -> str:
-    """Returns what the first of some ranks does itself that has changed, and how many others there are."""
+    """Returns the change of the first rank's own work, and the number of other ranks with one."""
     first, *others = ranks
     changed = "; ".join(_in_words(row) for row in found.ranks[first] if row.changed)
     more = f" (and of {len(others)} more ranks)" if others else ""
@@ -173,7 +173,7 @@ class Gate:
 
 
 def gate(found: Diff, limit: float) -> Gate:
-    """Returns the answer for a limit, a share of what a row was before (0.05: 5 %)."""
+    """Returns the answer for a limit, a share of a row's value before (0.05: 5 %)."""
     asked = [(row, row.before, row.difference) for row in found.step if row.measure != SHARE]
     told = [(row, more / before) for row, before, more in asked if before and more is not None and row.changed]
     above = [f"{row.measure} {by:+.1%}" for row, by in told if by > limit]

@@ -7,7 +7,7 @@
 | spikes | how long they are, the mean | Welch's, by Student's t |
 | spikes, share | how many of the steps are spikes | Wilson's |
 
-Two intervals become that of a difference by what each adds on its side (Newcombe, 1998; Zou and Donner, 2008).
+Two intervals become that of a difference by the part that each adds on its side (Newcombe, 1998; Zou and Donner, 2008).
 Neighbours resemble each other, so that n steps count as fewer. A spike is a step that is longer than the median by
 `FAR` standard deviations of the steps around it, and by a tenth: a few long steps are invisible in a median, and lost
 in the noise of a mean.
@@ -63,7 +63,7 @@ class Comparison:
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     def relative(self, change: float | None) -> float | None:
-        """Returns a change as a part of what the figure was before."""
+        """Returns a change as a part of the figure before."""
         return change / self.before if self.before and change is not None else None
 
 

@@ -1,4 +1,4 @@
-"""Who died, when, and how anybody knows: what daemons have recorded of it, and rings that end before the others do."""
+"""Processes that died, when, and the evidence: records of daemons, and rings that end before the others do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dead:
 
     @property
     def time(self) -> int:
-        """Time of its death, as nearly as anybody knows; ns."""
+        """Time of its death, as nearly as is known; ns."""
         return self.at if self.last is None else min(self.at, self.last)
 
 
@@ -56,7 +56,7 @@ class Endings:
 
 
 def find(trace: JobTrace) -> Endings:
-    """Returns who died."""
+    """Returns the processes that died."""
     dead: dict[tuple[str, int], Dead] = {}
     failures: list[tuple[int, str]] = []
     failed = 0
@@ -93,7 +93,7 @@ def _last(process: Process | None) -> int | None:
 
 
 def _silent(trace: JobTrace) -> Iterator[Dead]:
-    """Yields daemons whose rings end long before those of the others, which nobody else has said anything about."""
+    """Yields daemons whose rings end long before those of the others, and of which no other ring tells anything."""
     lasts = {node: last for node, daemon in trace.daemons.items() if (last := _last(daemon)) is not None}
     if len(lasts) < 2:
         return
@@ -106,7 +106,7 @@ def _silent(trace: JobTrace) -> Iterator[Dead]:
 
 
 def sentences(trace: JobTrace, found: Endings) -> Iterator[str]:
-    """Yields what happened, a sentence each."""
+    """Yields the events, a sentence each."""
     begin, _ = trace.span
     for place, each in enumerate(found.dead):
         told = f" (says the daemon of {trace.host_of(each.by)})" if each.by is not None else ""

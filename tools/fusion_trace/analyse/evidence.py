@@ -1,4 +1,4 @@
-"""Excesses that are more than chance: levels and spikes of a series, and how sure it is that they are somebody's own.
+"""Excesses that are more than chance: levels and spikes of a series, and the confidence that they are a process's own.
 
 Noise of machines is neither normal nor even, so that all of this goes by medians and ranks: a level is a running
 median that is far from zero for what the series scatters; a spike is far from the level; and who has levels and spikes
@@ -22,7 +22,7 @@ _OF_MEDIAN = 1.2533  # standard error of a median, in those of a mean
 
 
 def signals(excess: Floats, lengths: Floats) -> Floats:
-    """Returns what of each excess is no chance: at least 0, of shape (steps, columns) as `excess` is.
+    """Returns the part of each excess that is no chance: at least 0, of shape (steps, columns) as `excess` is.
 
     Args:
         excess: ns by which each was slower than the others, in each step.

@@ -27,7 +27,7 @@ class Unseen:
 
     @property
     def ranks_may_be_missing(self) -> bool:
-        """Says whether a rank that nobody has a ring of may be the one that the others wait for."""
+        """Says whether a rank without a ring may be the one that the others wait for."""
         return bool(self.hosts or self.ranks)
 
 
@@ -47,7 +47,7 @@ def unseen(trace: JobTrace) -> Unseen:
 
 
 def sentences(trace: JobTrace, found: Unseen) -> Iterator[str]:
-    """Yields what cannot be known, a sentence each."""
+    """Yields the unknowns, a sentence each."""
     if found.hosts:
         yield (
             f"there are no records of {_hosts(trace, found.hosts)}, so the cause of waits is unknown, because their "

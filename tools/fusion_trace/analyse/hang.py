@@ -1,4 +1,5 @@
-"""`fusion-trace hang` asks the daemons of this host what waits for whom in their jobs, and where those processes are.
+"""`fusion-trace hang` asks the daemons of this host for the waits between ranks in their jobs, and where those
+processes are.
 
 Each daemon of a job passes the question on to all others, so one that answers is enough; all that are on this host are
 asked, and those that do not answer are looked at from outside: their state in /proc, and their own stack, which they
@@ -43,12 +44,12 @@ class Daemon:
 
 
 def look(root: str, job: str, everyone: bool, timeout: float) -> Iterator[dict[str, Any]]:
-    """Yields, for each job with daemons on this host, what it waits for, as JSON types.
+    """Yields the waits of each job with daemons on this host, as JSON types.
 
     Args:
         root: FUSION_RUNTIME_DIR.
         job: only this one; "": all.
-        everyone: also where the ranks are that nobody waits for.
+        everyone: also where the ranks are that are not waited for.
         timeout: seconds for a daemon to answer; it waits for the others itself.
 
     Raises:
@@ -75,7 +76,7 @@ def _look_at(found: FoundDaemon, everyone: bool, timeout: float) -> Daemon:
 
 
 def _document(job: str, daemons: Sequence[Daemon]) -> dict[str, Any]:
-    """Joins what the first daemon that has answered knows of the job with what was seen of all daemons here."""
+    """Joins the first daemon's answer about the job with the observations of all daemons here."""
     told = next((daemon.told for daemon in daemons if daemon.told is not None), None)
     document: dict[str, Any] = {"job": job, "answered": told is not None, **(told or {})}
     known = {each["node"]: each for each in document.get("daemons", [])}
@@ -114,7 +115,7 @@ def _stack(found: FoundDaemon, pid: int) -> wire.Stack:
 
 
 def _written(path: str) -> str:
-    """Returns what is in a file once it has stopped growing; "" if nothing comes."""
+    """Returns the contents of a file once it has stopped growing; "" if nothing comes."""
     deadline = time.monotonic() + _PATIENCE
     sizes = [0, 0, 0]
     while time.monotonic() < deadline and not (sizes[0] and sizes[0] == sizes[1] == sizes[2]):

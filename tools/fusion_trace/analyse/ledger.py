@@ -1,7 +1,7 @@
 """A table of the work of every rank, daemon and link in each step, from which `stragglers` reckons.
 
 A synchronous job is a chain of operations. Rank r gives its part of operation o after some work of its own; when the
-last rank has given its part, and what was given before is through, communication takes a while; then each rank that
+last rank has given its part, and earlier ones are through, communication takes a while; then each rank that
 waits for the result goes on. So every time in the trace is the sum of a few durations, which are the ledger:
 
 | duration | from | to |
@@ -50,7 +50,7 @@ class Ledger:
         took: of shape (o,). coupled: ranks wait for each other there, shape (o,).
         start: when each rank begins, shape (r,).
         last, through: when the last part of an operation came, and the last rank was answered; shape (o,).
-        clock, plan, name: what identifies an operation in records.
+        clock, plan, name: identify an operation in records.
         phases: by name, of shape (s, r): the own time of forward, backward, and of standing still with an answer there.
     """
 
@@ -91,7 +91,7 @@ class Ledger:
 
 
 def keys_of(records: Records) -> NDArray[np.uint64]:
-    """Returns what identifies the operation of each record: name, plan and clock in one number."""
+    """Returns the identity of each record's operation: name, plan and clock in one number."""
     name, plan, clock = (records[field].astype(np.uint64) for field in ("name", "plan", "clock"))
     keys: NDArray[np.uint64] = (name << np.uint64(44)) | ((plan & np.uint64(0xFFF)) << np.uint64(32))
     keys |= clock & np.uint64(0xFFFFFFFF)
@@ -248,7 +248,8 @@ class _Maker:
     def _events(self, sub: Floats, wait_end: Floats) -> tuple[NDArray[np.int8], Ints, Floats, NDArray[np.bool_]]:
         """Returns the events that ranks have in common, in order.
 
-        That of the first rank to come to each: who has no such event, because the answer was there already, was later.
+        That of the first rank to come to each: a rank without such an event, because the answer was there already, was
+        later.
         """
         waited = ~np.isnan(wait_end).all(1)
         time = np.concatenate([sub, wait_end[waited], self.step_end])

@@ -56,7 +56,8 @@ class LinkFigures:
         busy: share of the time of these steps in which something was between its ends.
         bandwidth: payload bytes a second while chunks follow each other; latency: of the rest, seconds. None: no chunk
             that is large enough to tell was seen at both ends. between: the least and the most that the bandwidth may
-            be: clocks are not known well, and what seems fast may be a burst that passes at once after a pause.
+            be: clocks are not known well, and a chunk that seems fast may be in a burst that passes at once after a
+                pause.
         clock_error: by how much its times may be wrong, ns; -1: not known.
     """
 
@@ -209,13 +210,13 @@ def _seconds(side: _Direction) -> _Side:
 
 
 def _without(known: Sequence[_Side], link: Link) -> float:
-    """Returns what the best rate leaves (s), if nothing passes at once."""
+    """Returns the time that the best rate leaves unexplained (s), if nothing passes at once."""
     rates = link.bandwidth * _RATES
     return float(_wrong(known, rates, np.zeros(len(rates)), link.latency).min())
 
 
 def _token_bucket(known: Sequence[_Side], link: Link) -> tuple[float, Link]:
-    """Returns what the best bucket leaves (s), and the link with it."""
+    """Returns the time that the best bucket leaves unexplained (s), and the link with it."""
     error, rate, burst = np.inf, link.bandwidth, 1.0
     for rates, bursts in ((_RATES, _BURSTS), *((near, near) for near in _FINER)):
         each, other = (axis.ravel() for axis in np.meshgrid(rate * rates, burst * bursts))

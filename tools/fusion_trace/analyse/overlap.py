@@ -6,12 +6,12 @@ Every nanosecond of a step is in exactly one of five parts, so that they add up 
 | --- | --- | --- |
 | compute | runs | nothing is communicated for this rank |
 | overlapped | runs | communication is under way: it costs nothing |
-| exposed | waits | communication is under way: what a faster network, or better overlap, would save |
+| exposed | waits | communication is under way: a faster network, or better overlap, would save it |
 | waiting | waits | ... for other ranks that are not there yet |
 | idle | does neither: outside of forward, backward and `step()` | nothing is communicated (loading data, most often) |
 
-A script that is still in a wait which its daemon has answered, while nothing is communicated, waits for nobody: it was
-stopped, or has no processor. That is idle, too.
+A script that is still in a wait which its daemon has answered, while nothing is communicated, waits for no other
+process: it was stopped, or has no processor. That is idle, too.
 
 Communication of an operation is under way for a rank from when the last rank has handed its part over until this rank's
 daemon has answered it; of an operation with homes, from when this rank has handed over its own.

@@ -40,7 +40,7 @@ _WRAPS = 1 << 32  # us
 
 
 class NotRecorded(FusionError):
-    """The trace lacks what a prediction needs."""
+    """The trace lacks records that a prediction needs."""
 
 
 class Gradient(NamedTuple):
@@ -114,7 +114,7 @@ class Recorded:
         network: nodes and links.
         rate_known: large chunks said how fast links are.
         sent: payload bytes of a node in a step.
-        problems: sentences about what was assumed.
+        problems: sentences about assumptions.
     """
 
     steps: Steps
@@ -282,7 +282,7 @@ def _programs(
     titles: Mapping[int, str],
     index: Mapping[str, int],
 ) -> tuple[tuple[tuple[Event, ...], ...], ...]:
-    """Returns what each rank did in each step, of as many steps as there is room for."""
+    """Returns the activities of each rank in each step, of as many steps as there is room for."""
     named = {
         (int(every.name[number]), int(every.clock[number])): title
         for number, title in titles.items()
@@ -295,7 +295,7 @@ def _programs(
 
 
 def _program(rows: Iterable[tuple[int, int, str]], step: Step, index: Mapping[str, int]) -> tuple[Event, ...]:
-    """Returns what a worker did in a step. Time in which it was kept waiting is left out."""
+    """Returns the activities of a worker in a step. Time in which it was kept waiting is left out."""
     events: list[Event] = []
     at, waiting = step.begin, 0
     for kind, time, name in rows:
@@ -380,7 +380,7 @@ def _network(trace: JobTrace, every: Operations, chunks: ChunkColumns, nodes: Se
 
 
 def _speeds(chunks: ChunkColumns, node: int) -> list[tuple[float, float]]:
-    """Returns the rate (B/s) of what a node sends and of what it receives, and the latency (s) of the chunk that had
+    """Returns the rates (B/s) at which a node sends and receives, and the latency (s) of the chunk that had
     the least: the others may have waited in a queue."""
     found = []
     for end in (chunks.source, chunks.target):

@@ -26,7 +26,7 @@ class Resources:
     Attributes:
         nodes, links: by column; a link is (source, target).
         daemon, negotiation: of shape (o, nodes). wire, nbytes: of shape (o, links).
-        work: of a daemon, what it did for the operation at any time, shape (o, nodes): who is last does all of it while
+        work: of a daemon, for the operation at any time, shape (o, nodes): the last one does all of it while
             the others wait, and is not slower for that.
         rate: ns a byte takes on a link at any time of a step, shape (s, links); NaN: it carried nothing.
         error: by how much a span on each link may be wrong because of clocks, times the spans, shape (o, links).
@@ -46,7 +46,7 @@ class Resources:
 
 
 def resources(trace: JobTrace, book: Ledger) -> Resources:
-    """Returns what daemons and links did in the time that the ledger's operations took."""
+    """Returns the work of daemons and links in the time that the ledger's operations took."""
     return _Resources(trace, book).make()
 
 

@@ -1,18 +1,18 @@
-"""`fusion-trace stragglers` says which rank, host or link is slow, why, and what the others have lost by it.
+"""`fusion-trace stragglers` says which rank, host or link is slow, why, and the loss of the others by it.
 
-Each rank, daemon and link is compared with the others of its kind in the same step. What of its excess is more than
-chance (`evidence`) is taken away, and the steps are added up again (`counterfactual`): by how much they would have been
-shorter is what has been lost. Of several at once, each gets the mean of what its excess adds in any order (its Shapley
-value), so that all of them together have cost what would be saved without all of them, and never more.
+Each rank, daemon and link is compared with the others of its kind in the same step. The part of its excess that is more
+than chance (`evidence`) is taken away, and the steps are added up again (`counterfactual`): by how much they would have
+been shorter is the loss. Of several at once, each gets the mean of its share in any order (its Shapley
+value), so that all of them together have cost as much as would be saved without all of them, and never more.
 
-| cause | of a | what is measured in a step |
+| cause | of a | measured in a step |
 | --- | --- | --- |
-| compute | rank, or host: all of its ranks | the step without what the script waited for |
+| compute | rank, or host: all of its ranks | the step without the script's waits |
 | daemon | node | hand-overs, kernels, chunks that have come and wait for it, answers |
 | negotiation | node | asking the coordinator, from when the last rank had handed its part over |
 | wire | link, or host: its links | something is between its two ends, or waits for that; for the bytes it carried |
 
-Where rings are missing, ranks are not compared: one of those that nobody knows of may be the slow one.
+Where rings are missing, ranks are not compared: one of those without a ring may be the slow one.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Finding:
         of: how many steps were looked at.
         extra: by how much it was slower in these, ns, the median; most: in the worst one.
         every: n if it is slow in every n-th step; 0 if it is not regular.
-        typical: what it took in these steps, ns, the median; `usual`: what the others took.
-        chance: how likely somebody would cost as much by chance alone.
+        typical: its time in these steps, ns, the median; `usual`: that of the others.
+        chance: the probability of such a cost by chance alone.
         detail: where in the step, in words; "" if there is nothing to add.
     """
 
@@ -112,10 +112,10 @@ class _Unit:
 
 
 class _Inquiry:
-    """One look at a job: whom to suspect, what each costs, and who is told.
+    """One look at a job: suspects, their costs, and those that are reported.
 
     Args:
-        book, used: what everybody did.
+        book, used: the activities of all.
     """
 
     def __init__(self, trace: JobTrace, book: Ledger, used: Resources) -> None:
@@ -202,8 +202,8 @@ class _Inquiry:
         yield from slow
 
     def _shaper(self) -> Link | None:
-        """Returns what all links have in common, if they seem to differ only since some use up what they may send at
-        once after a pause."""
+        """Returns the common value of all links, if they seem to differ only since some use up the burst that they may
+        send at once after a pause."""
         chunks = operations(self.trace).chunks
         flown = chunks.kept((chunks.sent != NEVER) & (chunks.received != NEVER))
         flown = flown.kept(np.argsort(flown.sent, kind="stable"))
@@ -244,9 +244,9 @@ class _Inquiry:
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def _standing_out(self, suspects: Sequence[Suspect]) -> list[tuple[Suspect, float]]:
-        """Returns those who stand out, with how likely that is by chance.
+        """Returns those that stand out, each with the probability of that by chance.
 
-        What each costs where nobody else is slow is compared with what the others of its kind cost.
+        The cost of each where no other is slow is compared with the costs of the others of its kind.
         """
         count = len(suspects)
         without = np.ones((count + 1, count), bool)
@@ -271,7 +271,7 @@ class _Inquiry:
         return found
 
     def _against_others(self, cause: str, costs: Floats, column: int) -> tuple[float, bool]:
-        """Returns how likely a column's costs are by chance, and whether nobody else's are anywhere near them.
+        """Returns the probability of a column's costs by chance, and whether no other's are anywhere near them.
 
         Those of the same host do not count as others, since the host may be what is slow; nor do daemons with fewer
         ranks, which have less to do.
@@ -343,7 +343,7 @@ class _Inquiry:
         return left
 
     def _shared(self, units: Sequence[_Unit]) -> list[float]:
-        """Returns what each has cost, ns: Shapley values of what is saved without some of them."""
+        """Returns the cost of each, ns: Shapley values of the time saved without some of them."""
         divided = sorted(units, key=lambda each: -each.members[0].signal.sum())[:_MOST_AT_ONCE]
         subsets = np.array(list(product((False, True), repeat=len(divided))))
         suspects = [member for unit in divided for member in unit.members]
@@ -387,7 +387,7 @@ class _Inquiry:
         )
 
     def _detail(self, unit: _Unit, slow: Ints) -> str:
-        """Says in which phase a rank is slower than the others, or what of a daemon is."""
+        """Says in which phase a rank is slower than the others, or in which work a daemon is."""
         suspect = unit.members[0]
         column = suspect.column
         if suspect.cause == "compute":
@@ -417,7 +417,7 @@ def _more(values: Floats) -> Floats:
 
 
 def _shapley(saved: dict[tuple[bool, ...], float], place: int, count: int) -> float:
-    """Returns the mean, over all orders, of what is saved more when this one is taken away too."""
+    """Returns the mean, over all orders, of the time saved besides when this one is taken away too."""
     value = 0.0
     for subset, before in saved.items():
         if subset[place]:
@@ -430,7 +430,7 @@ def _shapley(saved: dict[tuple[bool, ...], float], place: int, count: int) -> fl
 
 
 def _usual_rate(rate: Floats, links: Sequence[tuple[int, int]]) -> Floats:
-    """Returns what is usual among the other links in each step, shape (s, links); NaN where there is no other.
+    """Returns the usual value of the other links in each step, shape (s, links); NaN where there is no other.
 
     All links of a host may be slow, which can be most of them.
     """

@@ -66,8 +66,8 @@ class Summary:
         overlap: medians and means of all ranks' steps, or None.
         stragglers: the most expensive first.
         records, overwritten: of all processes.
-        odd: sentences about what is unusual.
-        ended: sentences about who died, and why the job failed.
+        odd: sentences about unusual things.
+        ended: sentences about processes that died, and why the job failed.
     """
 
     job: str
@@ -130,7 +130,8 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
 
 
 def traffic(every: Operations, first: int, last: int) -> tuple[LinkTraffic, ...]:
-    """Returns what was sent on each link from one time to another, or came if nobody has seen it sent."""
+    """Returns the bytes sent on each link from one time to another, or received ones without a record of their
+    sending."""
     sent = {node: rows.select(Kind.SENT) for node, rows in every.daemons.items()}
     came = {node: rows.select(Kind.RECEIVED) for node, rows in every.daemons.items()}
     pairs_of = {(node, peer) for node, (_, rows) in sent.items() for peer in np.unique(rows["peer"]).tolist()}

@@ -31,7 +31,7 @@ class Event:
         since: ns since its first event of this life.
         who: `rank 2`, `the daemon of a` or, of the link between two hosts, `a to b`.
         what: in words.
-        lasted: ns, of what began then; None: it is a moment.
+        lasted: ns, of an activity that began then; None: it is a moment.
     """
 
     at: int
@@ -177,7 +177,7 @@ class _Stories:
         return Life(step if step >= 0 else None, key.clock, key.plan, key.name, operation.nbytes, _length(seen), events)
 
     def seen(self, number: int, operation: Operation) -> list[_Moment]:
-        """Returns what was recorded, by time."""
+        """Returns the records, by time."""
         seen: list[_Moment] = []
         for rank, mine in sorted(operation.workers.items()):
             begin = self._begins.get((rank, int(self._step_of[number])))

@@ -1,4 +1,4 @@
-"""Finds out what was not finished when a job's records end: who had waited for whom, and what each rank did last.
+"""Finds operations that were not finished when a job's records end: waits between ranks, and each rank's last activity.
 
 For `fusion-trace hang`, of a job whose daemons are gone and can be asked nothing.
 """
@@ -29,7 +29,7 @@ _DOING = {
 
 @dataclass(frozen=True)
 class Unfinished:
-    """An operation that somebody had handed over, and whose end nobody saw.
+    """An operation that was handed over, and whose end is not recorded.
 
     Attributes:
         what, clock: the bucket or tensor.
@@ -61,7 +61,7 @@ class Last:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a job's records. `died`: who did, and why the job failed, in sentences; `waiting`: the longest wait
+    """The end of a job's records. `died`: the dead, and why the job failed, in sentences; `waiting`: the longest wait
     first."""
 
     job: str
@@ -76,7 +76,7 @@ class Ending:
 
 
 def ending(trace: JobTrace) -> Ending:
-    """Returns what was not finished when the records end."""
+    """Returns the operations that were not finished when the records end."""
     _, end = trace.span
     every = operations(trace)
     found = [_unfinished(operation, members, end) for operation, members in _open(every)]

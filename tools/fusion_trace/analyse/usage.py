@@ -51,7 +51,7 @@ class Usage:
 
 
 def find(trace: JobTrace, span: Span, ranks: int) -> tuple[Usage, ...]:
-    """Returns what the first so many ranks, and the daemons of their nodes, used in a time."""
+    """Returns the usage of the first so many ranks, and the daemons of their nodes, in a time."""
     workers = [worker for _, worker in sorted(trace.workers.items())][:ranks]
     nodes = {worker.node for worker in workers}
     daemons = [daemon for node, daemon in sorted(trace.daemons.items()) if node in nodes]
@@ -95,7 +95,7 @@ def _rates(times: Series, used: Series) -> tuple[UsageCurve, float | None]:
 
 
 def _highest(times: Series, values: Series, span: Span) -> UsageCurve:
-    """Returns values as they are, or, if they are many, the highest of each stretch of time: what is rare is kept."""
+    """Returns values as they are, or, if they are many, the highest of each stretch of time: rare values are kept."""
     if len(times) <= MOST_POINTS:
         return UsageCurve(times, values)
     places = np.minimum(

@@ -71,7 +71,7 @@ class WhatIfError(FusionError, ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """A difference from what was recorded. `None`, or empty: as recorded.
+    """A difference from the recorded job. `None`, or empty: as recorded.
 
     Attributes:
         rate: of every link, bits of Ethernet frames a second, as links are sold.
@@ -79,7 +79,7 @@ class Change:
         density: of topk; 1 stands for no compression.
         codec: its text, for others.
         fusion_threshold: bytes.
-        hosts: how many; their ranks do what the recorded ones did.
+        hosts: their number; their ranks work as the recorded ones did.
         algorithm: its text.
         without_straggler: every rank computes as long as the median rank.
     """
@@ -143,7 +143,7 @@ class Answer:
 
 
 def parse_rate(text: str) -> float:
-    """Reads bits a second: "100mbit", "2.5gbit", "1e9bit". A number alone is refused: nobody means 5 bit/s by "5".
+    """Reads bits a second: "100mbit", "2.5gbit", "1e9bit". A number alone is refused: "5" is never meant as 5 bit/s.
 
     Raises:
         WhatIfError: it is something else.
@@ -163,7 +163,7 @@ def parse_rate(text: str) -> float:
 
 @dataclass(frozen=True)
 class Doubts:
-    """Factors of what is not known well; 1 where it is as found.
+    """Factors of values that are not known well; 1 where they are as found.
 
     Attributes:
         work: of daemons' work; codec: of a codec's; link: of the seconds that a byte takes; latency: of latencies;
@@ -245,7 +245,7 @@ class Model:
         return (by_factor + by_sum) / 2 * of_all, abs(by_factor - by_sum) / 2 * of_all
 
     def _in_doubt(self, change: Change) -> list[tuple[str, tuple[Doubts, ...]]]:
-        """Returns what may be otherwise than it was found, with its factors."""
+        """Returns the values that may be otherwise than found, with their factors."""
         found: list[tuple[str, tuple[Doubts, ...]]] = []
         if self._work > 0:
             factors = tuple(Doubts(work=each / self._work) for each in (self._low, self._high))

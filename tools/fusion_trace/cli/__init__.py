@@ -1,6 +1,6 @@
 """The `fusion-trace` command.
 
-Each subcommand imports what it needs itself, since some of that takes long (numpy, the simulator with the daemon's
+Each subcommand imports its modules itself, since some of these take long (numpy, the simulator with the daemon's
 algorithms).
 """
 

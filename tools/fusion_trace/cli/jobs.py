@@ -1,4 +1,4 @@
-"""The traces that a command is about, and how it tells what it found."""
+"""The traces that a command is about, and the output of its findings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Everything, as one JSON do
 
 
 def load(what: list[str] | None, chosen: StepRange = EVERY_STEP) -> JobTrace:
-    """Reads the trace that is meant; see `job.load`. Its problems begin with who died, and what cannot be known."""
+    """Reads the trace that is meant; see `job.load`. Its problems begin with the dead, and the unknowns."""
     from fusion_trace.read import job
 
     _expect_much()
@@ -58,7 +58,7 @@ def _expect_much() -> None:
 
 
 def with_failures(trace: JobTrace) -> JobTrace:
-    """Returns a trace with who died, and what cannot be known, before its other problems."""
+    """Returns a trace with the dead, and the unknowns, before its other problems."""
     from fusion_trace.analyse import endings, gaps
 
     died = endings.sentences(trace, endings.find(trace))

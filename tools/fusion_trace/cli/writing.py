@@ -83,7 +83,7 @@ def convert(
     steps: StepsOption = "",
     as_json: AsJson = False,
 ) -> None:
-    """Writes what was recorded as Chrome's JSON, in Perfetto's own format, or as CSV with a line for each record."""
+    """Writes the records as Chrome's JSON, in Perfetto's own format, or as CSV with a line for each record."""
     from fusion_trace.export import chrome, perfetto_file, table_file
     from fusion_trace.export.picture import draw
 
@@ -116,7 +116,7 @@ def _format_of(path: str) -> str:
 
 
 def _export(trace: JobTrace, path: str, write: Callable[[], int], of: str, as_json: bool) -> None:
-    """Writes a file and tells what is in it."""
+    """Writes a file and tells its contents."""
     number = _written(path, write)
     told = f"{path}: {number} {of} of {len(trace.processes)} processes of job {trace.job}"
     _tell_file(trace, {"file": path, of: number}, [told], as_json)
@@ -132,7 +132,7 @@ def _written(path: str, write: Callable[[], int]) -> int:
 
 
 def _tell_file(trace: JobTrace, about: Mapping[str, Any], lines: list[str], as_json: bool) -> None:
-    """Tells what was written, and what is missing in it."""
+    """Tells the contents of a file, and the gaps in it."""
     if as_json:
         typer.echo(json.dumps({"job": trace.job, **about, "problems": list(trace.problems)}, indent=2))
         return

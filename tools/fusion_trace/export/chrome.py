@@ -131,7 +131,7 @@ def _arrows(begin: int, arrow: Ints, time: Ints, pid: Ints, tid: Ints) -> Iterat
 
 
 def about(trace: JobTrace) -> dict[str, object]:
-    """Returns what a file says of the trace that its events are from."""
+    """Returns the part of a file that describes the trace of its events."""
     return {"job": trace.job, "begin_ns": trace.span[0], "problems": list(trace.problems)}
 
 
@@ -140,7 +140,7 @@ def write(path: str, every: Iterable[str], about: Mapping[str, Any]) -> int:
 
     Args:
         every: lines of JSON.
-        about: what else is said of them.
+        about: further properties of them.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Files that a person has named for what a command writes."""
+"""Files that a person has named for the output of a command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def opened(path: str) -> Iterator[IO[bytes]]:
     know the name that `fusion-trace report` gives its page.
 
     Raises:
-        OSError: it cannot be opened, or is a link or somebody else's.
+        OSError: it cannot be opened, or is a link or another user's.
     """
     with open(open_private(path, mode=0o666), "wb") as file:
         if not path.endswith(".gz"):

@@ -28,7 +28,7 @@ def write(path: str, picture: Picture) -> int:
 
 
 def packets(picture: Picture) -> Iterator[Any]:
-    """Yields `TracePacket`s: descriptors of all tracks first, then what is on them, by time."""
+    """Yields `TracePacket`s: descriptors of all tracks first, then their contents, by time."""
     proto = _protos()
     first = True
     tracks: list[tuple[int, Track]] = []

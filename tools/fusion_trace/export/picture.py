@@ -1,6 +1,6 @@
 """A job's records as slices on tracks, from which all formats for viewers are made.
 
-A track shows one thing after another. What overlaps (operations, kernels of a pool, chunks) is laid out on as many
+A track shows one thing after another. Overlapping ones (operations, kernels of a pool, chunks) are laid out on as many
 tracks as it takes. An *arrow* joins slices of several processes: a bucket from the worker that hands it over to its
 daemon and back, and a chunk from the node that sends it to the one that receives it.
 """
@@ -33,7 +33,7 @@ _MARKS = {
 
 @dataclass(frozen=True, eq=False)
 class Track:
-    """A row; what is on it is by time, and does not overlap."""
+    """A row; its contents are by time, and do not overlap."""
 
     name: str
     slices: Slices
@@ -183,7 +183,7 @@ class _Painter:
         return self._ordered([asked, slices(self._texts, begin[of], end[of], text, of, nbytes[of])])
 
     def _links(self, node: int) -> Iterator[tuple[str, Slices]]:
-        """Yields what a node sends to, and receives from, each other one."""
+        """Yields the bytes that a node sends to, and receives from, each other one."""
         chunks = self._chunks
         for peer in np.unique(
             np.r_[chunks.target[chunks.source == node], chunks.source[chunks.target == node]]
@@ -218,7 +218,7 @@ class _Painter:
         return together(parts, self._every.places[of])
 
     def marks(self, process: Process) -> Iterator[Track]:
-        """Yields the tracks of what is a moment."""
+        """Yields the tracks of moments."""
         nothing = slices(self._texts, np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
         for name in dict.fromkeys(_MARKS.values()):
             records = process.of(*(kind for kind, where in _MARKS.items() if where == name))

@@ -1,7 +1,7 @@
 """Puts traces of torch.profiler (`export_chrome_trace`) on the axis of a job.
 
 Their times are of the host's wall clock: microseconds since `baseTimeNanoseconds`, or since 1970 where there is none.
-A ring says what the wall clock showed at a moment of the monotonic clock, which is what records have.
+A ring says what the wall clock showed at a moment of the monotonic clock, which records have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def merged(trace: JobTrace, path: str, number: int, pids: dict[int, int]) -> Ite
 
     Args:
         path: of the file, with `RANK=` before it if the rank cannot be told by the process's id.
-        number: of this file, which keeps apart what files have in common.
+        number: of this file, which keeps apart the common numbers of files.
         pids: in the picture, by rank.
 
     Raises:

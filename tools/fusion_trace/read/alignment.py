@@ -34,7 +34,7 @@ class Offset:
     Attributes:
         at: times of the node's clock, ns, increasing.
         ns: the offset at each of these; in between it is interpolated, outside it goes on as it began or ended.
-        error: by how much it may be wrong, ns; -1: nobody knows.
+        error: by how much it may be wrong, ns; -1: unknown.
         how: in words.
     """
 
@@ -67,7 +67,7 @@ def to_node_0(daemons: Mapping[int, Records]) -> dict[int, Offset]:
     """Returns the offset of every node that can be reached from node 0 by measurements, node 0 among them.
 
     Args:
-        daemons: by node, what its daemon recorded, in times of its own clock.
+        daemons: by node, its daemon's records, in times of its own clock.
     """
     measured: dict[tuple[int, int], Offset] = {}  # (node, other): to be added to times of node
     for node, records in daemons.items():

@@ -34,7 +34,7 @@ def around(one: StepRange, other: StepRange) -> StepRange:
 
 
 def parse_steps(text: str, flag: str = "--steps") -> StepRange:
-    """Reads `A:B`, as in Python; `A` alone is that step. `flag`: what it was given with.
+    """Reads `A:B`, as in Python; `A` alone is that step. `flag`: the one that it was given with.
 
     Raises:
         ChoiceError: it is something else, or no step is in it.

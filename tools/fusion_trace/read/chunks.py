@@ -328,9 +328,9 @@ def _same(group: Ints, number: Ints, other: Ints, of_other: Ints) -> tuple[Ints,
 
 
 def of_link(source: int, target: int, out: Sequence[Row], into: Sequence[Row]) -> list[Chunk]:
-    """Returns the chunks of one operation on one link, from what both ends have recorded of it, by time.
+    """Returns the chunks of one operation on one link, from the records of both ends, by time.
 
-    A link keeps its order, so that what has no number belongs to the next one that has nothing yet.
+    A link keeps its order, so that a record without a number belongs to the next chunk that has none yet.
     """
     sent = _departures(out)
     received = _arrivals(into)
@@ -367,7 +367,7 @@ def of_link(source: int, target: int, out: Sequence[Row], into: Sequence[Row]) -
 
 
 def _departures(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Returns what was sent on a link, each with the first QUEUED of the chunk, if it had to wait; then what still
+    """Returns the chunks sent on a link, each with its first QUEUED, if it had to wait; then those that still
     waits.
 
     A chunk waits for credit, then for its turn, or for one of them, or for neither; nothing overtakes.
@@ -387,8 +387,8 @@ def _departures(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
 
 
 def _arrivals(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Returns what came on a link, each with its TAKEN: of the same number, or the first one that is not of another
-    chunk."""
+    """Returns the chunks that came on a link, each with its TAKEN: of the same number, or the first one that is not of
+    another chunk."""
     waiting: deque[Row] = deque()
     found: list[tuple[Row | None, Row | None]] = []
     for row in rows:

@@ -124,7 +124,7 @@ def _decoded(told: dict[str, Any]) -> bytes:
 
 
 def fetch(read: Read, name: str) -> tuple[bytes, int]:
-    """Returns a ring, as a file that holds what was there all the time, and how many records that are.
+    """Returns a ring, as a file that holds the records that were there all the time, and their number.
 
     Raises:
         TraceError: it is no ring, or `read` says so.
@@ -169,7 +169,7 @@ def _file(header: bytes, names: bytes, records: Records, written: int) -> bytes:
     """Makes a ring of these records; its header says how many were ever written, so that the lost ones are counted.
 
     Place i % capacity of a ring has its record i: capacity has to be such that the last `len(records)` fit, with room
-    for those that a reader leaves out because somebody may be writing them.
+    for those that a reader leaves out because they may be being written.
     """
     capacity = max(1, len(records) + WRITERS)
     first = written - len(records)

@@ -89,8 +89,8 @@ class JobTrace:
         job: its id.
         processes: workers by rank, then daemons by node.
         names: of buckets and tensors; number 0 is "".
-        offsets: by node, what was added to its times.
-        problems: sentences about what is missing or could not be read.
+        offsets: by node, the number added to its times.
+        problems: sentences about missing or unreadable rings.
         nodes: how many the job had.
         began: wall-clock time when the first ring was made, ns since 1970.
         command: the command line of the first rank; "": not recorded.
@@ -132,7 +132,7 @@ class JobTrace:
 
     def host_of(self, node: int) -> str:
         """Returns the name of a node: its host's, with its number where that name is another node's too; `node 3`
-        where no ring says what its host is called."""
+        where no ring has the name of its host."""
         return self._names_of_nodes.get(node) or f"node {node}"
 
     def name_of(self, process: Process) -> str:
@@ -324,7 +324,7 @@ def _jobs(paths: Iterable[str]) -> tuple[dict[str, list[tuple[int, str, Header]]
 
 
 def _of_job(paths: Sequence[str], job: str) -> list[str]:
-    """Returns a job's rings, and damaged ones beside them, of which `load` says what is wrong."""
+    """Returns a job's rings, and damaged ones beside them, which `load` describes."""
     jobs, damaged = _jobs(paths)
     its = [path for _, path, _ in jobs.get(job, [])]
     beside = {os.path.dirname(path) for path in its}

@@ -1,9 +1,9 @@
-"""Makes records into the training steps of every rank, and the operations of a job: what each worker, daemon and link
-did for each.
+"""Makes records into the training steps of every rank, and the operations of a job: the activities of each worker,
+daemon and link did for each.
 
-An operation is one bucket or tensor at one clock: `Key`. Its parts are put together from what workers, the daemons of
-their nodes, and the daemons at both ends of each link have recorded. Any part may be missing (`None`, or not in the
-tuples), because rings are finite and processes die; nothing is invented for it.
+An operation is one bucket or tensor at one clock: `Key`. Its parts are put together from records of workers, the
+daemons of their nodes, and the daemons at both ends of each link have recorded. Any part may be missing (`None`, or not
+in the tuples), because rings are finite and processes die; nothing is invented for it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DaemonPart:
         negotiations: the coordinator was asked, and answered.
         run_begin, run_end: all local parts were there; results are where they belong.
         nbytes: how much.
-        kernels: work of kernels, by what they do: reduce, encode, decode.
+        kernels: work of kernels, by kind: reduce, encode, decode.
         answered: by rank, when it was given the result.
         applied: by rank, when a home took its contribution, and its staleness in versions.
         failed: when it failed.
@@ -122,7 +122,7 @@ class Operation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bucket or tensor; 0 if nobody has recorded it."""
+        """Bytes of the bucket or tensor; 0 if they are not recorded."""
         parts: list[int] = [part.nbytes for part in self.workers.values()]
         return max([*parts, *(part.nbytes for part in self.daemons.values())], default=0)
 
@@ -138,7 +138,7 @@ class Operation:
 
 
 def steps_of(process: Process) -> tuple[Step, ...]:
-    """Returns the whole steps of a worker, in order; what is before the first STEP_END and after the last one is
+    """Returns the whole steps of a worker, in order; the time before the first STEP_END and after the last one is
     none."""
     ends = process.of(Kind.STEP_END)
     times, clocks = ends["time"].tolist(), ends["clock"].tolist()
@@ -243,7 +243,7 @@ class Operations(Mapping[Key, Operation]):
 
     @cached_property
     def nbytes(self) -> Ints:
-        """Bytes of each bucket or tensor, by its number; 0 if nobody has recorded it."""
+        """Bytes of each bucket or tensor, by its number; 0 if they are not recorded."""
         found = np.zeros(len(self), np.int64)
         for rows in self.workers.values():
             np.maximum(found, rows.first(Kind.SUBMITTED, "value"), out=found)
@@ -262,7 +262,7 @@ class Operations(Mapping[Key, Operation]):
         return its.kept(np.argsort(self.places[its.of], kind="stable"))
 
     def _first(self) -> Ints:
-        """Returns when each operation was handed over first, or else what there is first."""
+        """Returns when each operation was handed over first, or else the time of its first record."""
         first = np.full(len(self), np.iinfo(np.int64).max)
         for its in self.submitted().values():
             np.minimum(first, its, out=first, where=its != NEVER)
@@ -294,7 +294,7 @@ class Operations(Mapping[Key, Operation]):
 
 
 def _numbered(trace: JobTrace) -> tuple[Ints, Ints, NDArray[np.uint64], Ints, list[RowsOfOperations]]:
-    """Numbers a job's operations, from what workers and daemons have recorded of them.
+    """Numbers a job's operations, from the records of workers and daemons.
 
     Returns:
         Columns of names, plans and clocks; the numbers in order of appearance (workers by rank, then daemons by node,
@@ -431,7 +431,7 @@ _READY, _ANSWERED, _APPLIED = int(Kind.READY), int(Kind.ANSWERED), int(Kind.APPL
 
 
 def _first_sign(operation: Operation) -> int:
-    """Returns what there is first of an operation that nobody has handed over."""
+    """Returns the first record of an operation that was not handed over."""
     times = [
         time
         for part in operation.daemons.values()

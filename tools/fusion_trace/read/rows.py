@@ -90,7 +90,7 @@ class RowsOfOperations:
 
     def spans(self, begin: Kind, end: Kind) -> tuple[Ints, Ints, Ints]:
         """Returns operations, begins and ends of spans, by operation and begin: first begun, first ended, because
-        kernels of a pool may overlap, and what they do together is the same either way."""
+        kernels of a pool may overlap, and their work together is the same either way."""
         of, records = self.select(begin, end)
         opened, closed = matched(of, records["kind"] == begin)
         times = records["time"]

@@ -53,7 +53,7 @@ class SpanSet:
 
 
 def union_of(begin: Times, end: Times) -> SpanSet:
-    """Returns what is in any of these spans. They may overlap and be in any order; empty ones are left out."""
+    """Returns the union of these spans. They may overlap and be in any order; empty ones are left out."""
     kept = end > begin
     begin, end = begin[kept], end[kept]
     order = np.argsort(begin, kind="stable")
@@ -65,17 +65,17 @@ def union_of(begin: Times, end: Times) -> SpanSet:
 
 
 def joined(sets: Sequence[tuple[Ints, Ints]]) -> SpanSet:
-    """Returns what is in any of several lists of spans, at least one."""
+    """Returns the union of several lists of spans, at least one."""
     return union_of(np.concatenate([each[0] for each in sets]), np.concatenate([each[1] for each in sets]))
 
 
 def common(first: SpanSet, second: SpanSet) -> SpanSet:
-    """Returns what is in both sets."""
+    """Returns the intersection of two sets."""
     return _combined(first, second, both=True)
 
 
 def without(first: SpanSet, second: SpanSet) -> SpanSet:
-    """Returns what is in the first set and not in the second."""
+    """Returns the first set without the second."""
     return _combined(first, second, both=False)
 
 
@@ -96,7 +96,7 @@ def matched(group: Ints, opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     Args:
         group: of each event, in order of time; opens: whether it is a begin.
 
-    Returns: the places of the begins and of their ends, by group and time; what has no partner is left out.
+    Returns: the places of the begins and of their ends, by group and time; those without a partner are left out.
     """
     order = np.argsort(group, kind="stable")
     group, opens = group[order], opens[order]

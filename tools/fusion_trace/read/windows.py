@@ -85,7 +85,7 @@ def _window(ends: Records, chosen: StepRange) -> Window:
 
 
 def _host(header: Header) -> tuple[str, int]:
-    """Returns what tells clocks apart."""
+    """Returns a key that tells clocks apart."""
     return header.host, header.node
 
 

@@ -6,7 +6,7 @@
 The HTML report (`fusion-trace report`):
 
     figures.py    everything that the page is about, as figures; curves.py: the what-ifs among them
-    findings.py   what was found, in sentences
+    findings.py   findings, in sentences
     charts.py     figures as plotly's charts
     sections.py   figures as sentences, charts and tables
     html_page.py  these as HTML; template.html has the style and the script

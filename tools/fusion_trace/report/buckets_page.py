@@ -22,7 +22,7 @@ _ABOUT = (
 
 
 def _shown(name: str) -> str:
-    """Returns the name of a bucket or tensor for people; an operation without a name is called what it does."""
+    """Returns the name of a bucket or tensor for people; an operation without a name is called by its kind."""
     return name.removesuffix(".noname")
 
 

@@ -58,7 +58,7 @@ def ms(ns: float) -> float:
 
 
 def layout(height: int, **more: object) -> Chart:
-    """Returns what all charts look like, and `more`."""
+    """Returns the layout of all charts, with `more`."""
     return {
         "height": height,
         "margin": {"l": 70, "r": 20, "t": 30, "b": 50},
@@ -71,7 +71,7 @@ def layout(height: int, **more: object) -> Chart:
 
 
 def axis(title: str, **more: object) -> Chart:
-    """Returns what all axes look like, and `more`."""
+    """Returns the layout of all axes, with `more`."""
     return {"title": {"text": title}, "gridcolor": "#e7e9ed", "zerolinecolor": "#c3c7cf", "automargin": True, **more}
 
 
@@ -290,7 +290,7 @@ def path_chart(trace: JobTrace, segments: Sequence[Segment], begin: int, title: 
 
 
 def usage_lines(trace: JobTrace, curves: Sequence[tuple[Usage, UsageCurve]], title: str, unit: float) -> Chart:
-    """Draws a curve of each process: workers' are solid, daemons' dotted. `unit`: what 1 is on the axis."""
+    """Draws a curve of each process: workers' are solid, daemons' dotted. `unit`: of 1 on the axis."""
     begin = trace.span[0]
     data = [
         {
@@ -309,7 +309,7 @@ def usage_lines(trace: JobTrace, curves: Sequence[tuple[Usage, UsageCurve]], tit
 
 
 def timeline(steps: Sequence[DrawnStep]) -> Chart:
-    """Draws what happened in the step that is chosen in a menu: a row for each track of a process."""
+    """Draws the step that is chosen in a menu: a row for each track of a process."""
     kinds = [kind for kind in _HAPPENINGS if any(bar.kind == kind for step in steps for bar in step.bars)]
     data, buttons = [], []
     for place, step in enumerate(steps):
@@ -379,7 +379,7 @@ def rate_of(bits: float) -> str:
 
 
 def curve_chart(curves: Curves) -> Chart:
-    """Draws a step's length by the rate of links, each with its range as a band, and what was recorded."""
+    """Draws a step's length by the rate of links, each with its range as a band, and the recorded one."""
     rates = [rate / 1e6 for rate in RATES]
     data: list[Chart] = []
     for curve, (colour, dash) in zip(curves.curves, LINES, strict=False):

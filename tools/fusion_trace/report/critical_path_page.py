@@ -54,7 +54,7 @@ def show(trace: JobTrace, paths: Sequence[Path], each: bool, others: Sequence[Pa
 
 
 def _beside(out: Console, trace: JobTrace, one: Sequence[Path], other: Sequence[Path]) -> None:
-    """Prints what differs between some steps and others."""
+    """Prints the differences between some steps and others."""
     heads = [numbers([path.step.number for path in paths]) for paths in (one, other)]
     out.print(Text(f"job {trace.job}: the critical path of steps {heads[0]}, and of {heads[1]}", "bold"))
     rows = table("activity", "where", *(_of(paths) for paths in (one, other)), "difference", left=2)

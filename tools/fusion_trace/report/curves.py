@@ -42,7 +42,7 @@ class Curves:
         step: the recorded time of the steps, seconds; None without curves.
         error: by which share the model's walk through them is too long.
         steps: the first and the last that the model walks through.
-        problems: what had to be assumed.
+        problems: assumptions.
     """
 
     curves: tuple[Curve, ...] = ()

@@ -56,7 +56,7 @@ class Column:
         first, last: their numbers.
         parts: by rank, the mean of each of `PARTS`.
         slower: by rank, by how much its own work took longer than the median rank's, where that is furthest from 0: a
-            mean would hide what is rare.
+            mean would hide rare ones.
         longest: by rank, the number of its longest step, and how long that and the shortest one are, ns.
     """
 
@@ -80,7 +80,7 @@ class Report:
 
     Attributes:
         trace: what was recorded; `chosen`: the steps that this is about.
-        summary: what `fusion-trace summary` says.
+        summary: that of `fusion-trace summary`.
         ranks: by rank, those with whole steps.
         columns: by step.
         lengths: bins of the lengths of all ranks' steps: edges, one more than bins (ns), and how many are in each.

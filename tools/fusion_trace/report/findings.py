@@ -1,4 +1,4 @@
-"""Findings of a report, in sentences, with what may help."""
+"""Findings of a report, in sentences, with remedies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_CAUSE = {
 
 @dataclass(frozen=True)
 class Told:
-    """A sentence on what was found, and one on what may help. `bad`: it costs time."""
+    """A sentence on a finding, and one on its remedy. `bad`: it costs time."""
 
     what: str
     advice: str
@@ -77,14 +77,14 @@ def findings(report: Report) -> tuple[Told, ...]:
 
 
 def _straggler(report: Report, straggler: Finding) -> str:
-    """Says what `fusion-trace stragglers` says, with who is to blame in front."""
+    """Says the findings of `fusion-trace stragglers`, with the culprit in front."""
     what, _, rest = stragglers_page.sentence(report.trace, straggler).partition(": ")
     who = what[0].upper() + what[1:]
     return f"{who} keeps the others waiting: {rest}." if straggler.cause == "compute" else f"{who} is slow: {rest}."
 
 
 def _faster_links(report: Report) -> str:
-    """Says what is predicted for links with about ten times the rate, if it can be."""
+    """Says the prediction for links with about ten times the rate, if there is one."""
     curves = report.curves
     if curves.told is None or not curves.faster:
         return ""

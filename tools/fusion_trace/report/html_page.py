@@ -2,7 +2,7 @@
 
 plotly.js is in it, compressed (4.8 MB would be most of the page): browsers unpack it themselves. Without it, and in
 browsers that cannot, sentences and tables are still there. Nothing of a trace is code: names are escaped, and a policy
-in the page forbids everything but what it came with.
+in the page forbids everything but its own parts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _section(section: Section) -> str:
 
 
 def _zoom_buttons(chart: str) -> str:
-    """Returns the buttons over a chart that can be looked at more closely, for who has neither a wheel nor keys."""
+    """Returns the buttons over a chart that can be looked at more closely, for devices with neither a wheel nor
+    keys."""
     buttons = (
         f'<button type="button" data-do="{do}" aria-label="{label}">{sign}</button>' for do, label, sign in _ZOOM
     )

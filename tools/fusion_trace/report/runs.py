@@ -1,4 +1,4 @@
-"""Jobs beside each other in a report: how long their steps are, and what they are made of."""
+"""Jobs beside each other in a report: the lengths of their steps, and their parts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Section:
     Attributes:
         id: of the element, and before the names of its charts.
         title: above it.
-        told: what was found.
+        told: the findings.
         about: how to read it; a paragraph each.
         charts: below each other, or, if there is room, `beside` each other.
         tables: below them.

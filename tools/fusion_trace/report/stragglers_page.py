@@ -46,7 +46,7 @@ def _ordinal(number: int) -> str:
 
 
 def _extra(finding: Finding) -> str:
-    """Says by how much it is slower, and what the worst step was where that is another matter."""
+    """Says by how much it is slower, and the worst step where that is another matter."""
     worst = f" (at most +{duration(finding.most)})" if finding.most > 3 * finding.extra else ""
     return f"+{duration(finding.extra)}{worst}"
 
@@ -74,7 +74,7 @@ def rows_of(trace: JobTrace, found: Sequence[Finding]) -> Table:
 
 
 def nobody(trace: JobTrace, steps: int) -> tuple[str, bool]:
-    """Says that nobody is slower than the others, or that it cannot be known; and whether all is well."""
+    """Says that none is slower than the others, or that it cannot be known; and whether all is well."""
     missing = unseen(trace)
     if missing.ranks_may_be_missing:
         return "nobody can be named: " + "; ".join(gaps_in_words(trace, missing)), False

@@ -69,7 +69,7 @@ def begun(trace: JobTrace) -> str:
 
 
 def show_jobs(found: Sequence[LeftJob], where: Sequence[str]) -> None:
-    """Prints what jobs have left traces in some directories."""
+    """Prints the jobs that have left traces in some directories."""
     out = console()
     if not found:
         out.print(f"there are no traces in {', '.join(where)}")

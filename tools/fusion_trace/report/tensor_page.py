@@ -42,7 +42,7 @@ def show(trace: JobTrace, found: TensorLives) -> None:
 
 
 def condensed(events: Sequence[Event]) -> list[Event]:
-    """Joins what happened to many chunks, and in many kernels, into one event each: from the first to the last of its
+    """Joins the events of many chunks, and of many kernels, into one each: from the first to the last of its
     kind."""
     groups: dict[tuple[str, str], list[Event]] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""Single steps of a report as a timeline: what every process did when, as in what `merge` writes for viewers."""
+"""Single steps of a report as a timeline: the activities of every process, as `merge` writes them for viewers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _bars(process: str, track: Track, begin: int, end: int) -> Iterator[Bar]:
 
 
 def _kind(track: str) -> str | None:
-    """Returns what is on a track; "": a slice's first word says it; None: moments only, or steps."""
+    """Returns the contents of a track; "": a slice's first word says them; None: moments only, or steps."""
     base = track.partition(" (")[0]
     if base in _BY_WORD:
         return ""

@@ -34,7 +34,7 @@ def as_document(trace: JobTrace, recorded: Recorded, change: Change, found: Answ
 
 
 def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> None:
-    """Prints the prediction beside what was recorded, and the reasons for its range."""
+    """Prints the prediction beside the recorded step, and the reasons for its range."""
     out = console(width=120)
     sizes = counted(recorded.network.nodes, "host"), counted(len(trace.workers), "rank")
     steps = counted(len(recorded.steps.every), "step")

@@ -110,7 +110,7 @@ def table(*columns: str, left: int = 1) -> rich.table.Table:
 
 
 def problems(on: Console, found: Iterable[str]) -> None:
-    """Prints sentences about what is missing, below everything else."""
+    """Prints sentences about gaps, below everything else."""
     told = list(found)
     if told:
         on.print()
