@@ -40,7 +40,7 @@ class Setting:
         chunk_bytes: largest payload of a message between daemons.
         window_bytes: bytes that may be under way to a peer for one bucket.
         threads: of a daemon that reduce a bucket.
-        exchange: which all-reduce it is between nodes, of what is not compressed by selecting.
+        exchange: which all-reduce it is between nodes, of buckets that are not compressed by selecting.
         codec: its text.
         late: updates are applied one step late.
         algorithm: its text; how the ranks' work becomes one model.
@@ -144,7 +144,7 @@ def candidates(
     late: bool,
     local: bool = False,
 ) -> list[Setting]:
-    """The settings that `--auto` chooses from, the default first, and what changes more behind what changes less.
+    """The settings that `--auto` chooses from, the default first, and larger changes behind smaller ones.
 
     Args:
         level: "lossless", "lossy" or "async".

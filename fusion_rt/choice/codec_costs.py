@@ -21,7 +21,7 @@ class CodecCost:
         share: bytes of a message, of those that it has without a codec.
         work: seconds for each byte of gradients, on a node.
         bucket: seconds for each bucket: its messages, on the way between worker and daemon, too.
-        exchange: how nodes add up what it encodes, as `BucketCodec.exchange` has it.
+        exchange: how nodes add up its payloads, as `BucketCodec.exchange` has it.
         minimum: bytes of a tensor below which it is sent whole, as fp16.
     """
 
@@ -74,7 +74,7 @@ class Encoded:
     Attributes:
         nbytes: that travel of it.
         seconds: of a node's processor.
-        exchange: how nodes add up what it encodes.
+        exchange: how nodes add up its payloads.
     """
 
     nbytes: float

@@ -1,4 +1,4 @@
-"""Memory that a job needs on each host, in units of the model: what the equations of its algorithm and codec name.
+"""Memory that a job needs on each host, in units of the model, by the equations of its algorithm and codec.
 
 No I/O. Codecs and algorithms have the numbers (`Codec.memory`, `Algorithm.worker_copies`, `home_copies`). This module
 adds them up, for docs/memory.md, for `--advise`, and for the tests that hold jobs to it.
@@ -29,7 +29,7 @@ class Needs:
     """Memory by process, in units of the model: 4 bytes for each parameter, in float32.
 
     Attributes:
-        worker: of one worker: its parameters, gradients, what the algorithm keeps beside them, and its arena, which the
+        worker: of one worker: its parameters, gradients, the algorithm's memory beside them, and its arena, which the
             daemon has mapped, too. Without the state of the script's optimizer, and activations.
         daemon: of one daemon, the memory of codecs and homes, with contributions that wait there; besides
             `SCRATCH_NBYTES` and `DAEMON_NBYTES`.

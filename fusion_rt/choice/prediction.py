@@ -1,4 +1,4 @@
-"""The decision of `--auto`, and its reason: a pure function of what was measured.
+"""The decision of `--auto`, and its reason: a pure function of measurements.
 
 A step is predicted for each candidate by a small model. Gradients arrive evenly over the backward pass, two thirds of
 the time that a step computes; a bucket leaves when it is full and the one before has left; what is left when the
@@ -46,7 +46,7 @@ class Conditions:
         computing: seconds of a step that nothing is waited for in.
         tensors: bytes of each gradient, in the order in which they arrive.
         largest_chunk: bytes of the largest message.
-        overheads: seconds that a bucket costs, beyond what is thought, by the `kind` of a setting.
+        overheads: seconds that a bucket costs beyond the model, by the `kind` of a setting.
         ring: the slowest link of a ring, and its mean latency, where nodes are visited in a measured order, which
             avoids the worst link; None: that is in every ring.
     """
@@ -83,7 +83,7 @@ class Prediction:
         reducing: those for which gradients are under way, if nothing else keeps them.
         sent: bytes that a node sends in it.
         buckets: into which gradients are cut.
-        tried: that is what was measured.
+        tried: that is a measurement.
     """
 
     setting: Setting

@@ -108,8 +108,8 @@ class Parcel:
 
     Attributes:
         nbytes: of the bucket; travels: bytes of it, encoded.
-        exchange: how nodes add up what the codec encodes.
-        route: the all-reduce between nodes, of what is added up in chunks.
+        exchange: how nodes add up the codec's payloads.
+        route: the all-reduce between nodes, of buckets that are added up in chunks.
     """
 
     nbytes: float

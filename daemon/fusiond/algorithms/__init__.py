@@ -1,4 +1,5 @@
-"""Training algorithms, one small class each: who talks to whom, when a result is due, and how it is combined.
+"""Training algorithms, one small class each: pairs of ranks that exchange, when a result is due, and how it is
+combined.
 
 A person chooses one of `fusion_rt.algorithms`; its behaviour is here.
 """

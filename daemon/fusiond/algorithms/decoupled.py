@@ -23,8 +23,8 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
 
     The mean of k of n learners counts k/n: all that they do is posted, so that there are n/k times as many steps.
 
-    Contributions are answered with what the step has come to. Their senders do not wait for that; so each home decides
-    alone, and nobody who is slow or lost is waited for, unless the quorum cannot do without. A sender that does wait,
+    Contributions are answered with the result of the step. Their senders do not wait for that; so each home decides
+    alone, and slow or lost learners are not waited for, unless the quorum cannot do without. A sender that does wait,
     as before a checkpoint, gets a step without a quorum before long.
 
     `slots`: 0 has the contributions of the next step. `aux`: the outer momentum. `scratch`: when the quorum was there,
@@ -107,5 +107,5 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
 
 def _missing(home: Home) -> set[int]:
     """Returns the ranks that may post before they hear from this home: neither those that have, nor those that wait in
-    another operation, or for homes. What these have sent may still come; it counts in the next step then."""
+    another operation, or for homes. Their earlier posts may still come; these count in the next step then."""
     return home.present - home.occupied.keys() - home.slots.get(0, {}).keys()

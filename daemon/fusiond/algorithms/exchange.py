@@ -1,4 +1,4 @@
-"""The interface of an algorithm whose buckets have no homes: all ranks combine what they post, and get the same.
+"""The interface of an algorithm whose buckets have no homes: all ranks combine their posts, and get the same.
 
 It decides which exchange between the nodes combines the parts. The engine asks it and never knows which one it has.
 """
@@ -28,10 +28,10 @@ class Work:
         outputs: the distinct arrays that the result goes to; in place where one is a source.
         parts: first element and number of elements of each tensor in it; there may be padding between them.
         sparse_route: the setting.
-        route: of dense values, the setting or what a plan's tuning says.
-        selected: what a local member has selected itself, instead of the elements in `sources`.
+        route: of dense values, by the setting or a plan's tuning.
+        selected: a local member's own selection, instead of the elements in `sources`.
         order: positions of nodes in the order in which a ring visits them; none: as they are.
-        whole_nbytes: largest array that recursive doubling moves, as one message; 0: what the port calls a chunk.
+        whole_nbytes: largest array that recursive doubling moves, as one message; 0: the port's chunk.
     """
 
     port: Port
@@ -58,4 +58,4 @@ class Algorithm(ABC):
     @abstractmethod
     def scratch_nbytes(self, reducer: Reducer, codec: BucketCodec, nodes: int) -> int:
         """Returns the bytes that an exchange of a bucket between so many nodes holds at a time while it is under way,
-        beside the arena and what the codec remembers. What a job needs only while it runs on a thread is left out."""
+        beside the arena and the codec's memory. Memory that a job needs only while it runs on a thread is left out."""

@@ -20,11 +20,11 @@ _Parts = list[tuple[Contribution, float]]  # of neighbours, with their weights
 
 
 class Gossip(HomeAlgorithm[Spec]):
-    """Each home sends what its worker posts to its neighbours' homes, and mixes when all parts of a clock are there.
+    """Each home sends its worker's posts to its neighbours' homes, and mixes when all parts of a clock are there.
 
     Whoever waits, joins or leaves, the mean of all that take part stays: a rank gives away what its neighbours get, as
     they get it. One that has left or joined is left out. One that waits in another operation *passes* the clocks at
-    which neighbours wait for it: its home does then what has to be done. `scratch`: the clock to be mixed next.
+    which neighbours wait for it: its home then does its part. `scratch`: the clock to be mixed next.
     """
 
     waits = True
@@ -44,7 +44,7 @@ class Gossip(HomeAlgorithm[Spec]):
         yield from self._mix(home)
 
     def _begin(self, home: Home, own: Contribution) -> Iterator[Step]:
-        """Begins the clock of this rank's own part: its neighbours are sent what they mix."""
+        """Begins the clock of this rank's own part: its neighbours are sent their shares."""
         receivers = [rank for rank, _ in self.graph.outgoing(home.rank, own.clock) if rank in home.present]
         yield self.outgoing(home, own, receivers) if own.kind == "post" else self.passing(home, own, receivers)
         senders = [rank for rank, _ in self.graph.incoming(home.rank, own.clock) if rank in home.present]
@@ -102,7 +102,7 @@ class Gossip(HomeAlgorithm[Spec]):
 
     @abstractmethod
     def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        """Returns the message to the neighbours with what the worker has posted."""
+        """Returns the message to the neighbours with the worker's post."""
 
     @abstractmethod
     def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
@@ -125,8 +125,8 @@ class Averaging(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
     """x_i + sum_j W_ij (x_j - x_i) with a symmetric W, of which the worker gets the change, as it has taken a step
     meanwhile (arXiv 1705.09056, algorithm 1).
 
-    What i gives j is what j gives i, but for the sign. So an edge may be left out at any clock, if both do: a rank that
-    passes sends an empty message, and takes nothing. Homes keep nothing. With a codec, x are what it makes of them:
+    i gives j the same as j gives i, but for the sign. So an edge may be left out at any clock, if both do: a rank that
+    passes sends an empty message, and takes nothing. Homes keep nothing. With a codec, x are its roundings:
     `scratch` has the rank's own, `told`, until they are mixed.
     """
 
@@ -162,7 +162,7 @@ class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
     rows sum to 1. Where they do, and all ranks take part, omega is 1, and the rule is that of D-PSGD.
 
     `value`: x. `aux`: omega; and z as the worker has it, if its rank has passed clocks since it was answered. The
-    worker's own steps are what its z has changed by since. A rank that passes pushes and takes as any other, for else
+    worker's own steps are the change of its z since. A rank that passes pushes and takes as any other, for else
     all of the others' weight would flow to it, and leaves the worker's z as it was.
     """
 
@@ -181,7 +181,7 @@ class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
         return self._push(home, part.clock, receivers)
 
     def _push(self, home: Home, clock: int, receivers: list[int]) -> Send:
-        """Sends x and omega, and takes away what receivers will add."""
+        """Sends x and omega, and takes away the receivers' shares."""
         assert home.value is not None
         share = sum(weight for rank, weight in self.graph.outgoing(home.rank, clock) if rank in receivers)
         omega = float(home.aux["omega"][0])

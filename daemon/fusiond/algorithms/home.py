@@ -1,8 +1,8 @@
 """The interface of an algorithm whose buckets have homes, and the home itself.
 
 A home is one bucket's authoritative copy: a shard, which all ranks contribute to, or one rank's replica, which mixes
-with its neighbours'. Contributions come to it one at a time; the algorithm says what follows (`Step`s): who is
-answered, who is sent something. It does no I/O and has no clock; `fusiond.shards` carries its steps out.
+with its neighbours'. Contributions come to it one at a time; the algorithm yields `Step`s: answers to
+workers, messages to homes. It does no I/O and has no clock; `fusiond.shards` carries its steps out.
 
 Ranks are named by their *position* among the ranks of the process set, 0 to n - 1.
 """
@@ -29,8 +29,8 @@ from fusiond.core.contribution import Contribution
 
 @dataclass(slots=True)
 class Answer:
-    """The worker that posted `part` gets `values`, in place of what it has or, if `added`, in addition to it. `weight`:
-    how much what it has counts in a mean of all ranks."""
+    """The worker that posted `part` gets `values`, in place of its own or, if `added`, in addition to them. `weight`:
+    the weight of its values in a mean of all ranks."""
 
     part: Contribution
     values: Array
@@ -102,11 +102,11 @@ class Home:
         waiting: parts that count already, whose senders may not go on yet.
         orders: orders of the first home that are not carried out, with their clocks.
         aux: other state of the algorithm, by name; saved with the value.
-        scratch: state of what is under way, by name; not saved.
+        scratch: state of updates under way, by name; not saved.
         optimizer: applies gradients to the value.
         codec: of parameters, where that takes something away; the algorithm encodes by it, or counts with what is left.
         noticed: sums over contributions: `late` ones of each rank, as (name, rank).
-        before_change: called before each change of a shard, with the part that makes it; None if nobody asks.
+        before_change: called before each change of a shard, with the part that makes it; None if there is no mirror.
     """
 
     rank: int
@@ -186,14 +186,14 @@ class HomeAlgorithm(ABC, Generic[Spec]):
     """The behaviour of one algorithm at the homes of one plan. It holds no state of a single home.
 
     Args:
-        spec: what was chosen.
+        spec: the chosen one.
         ranks: how many take part.
 
     Attributes:
         exclusive: a home is at one part at a time; else several threads may be at work on it.
         waits: a worker may have to wait for other ranks, and so has to hear that they wait in another operation.
-        tells: the home of the first bucket tells the others what to do.
-        carries: what comes to `change` without rates is kept for a later step.
+        tells: the home of the first bucket gives the others orders.
+        carries: a part that comes to `change` without rates is kept for a later step.
         answers_all: a part may be followed by answers to all ranks; else only to the one that posted it.
         keeps_value: homes keep a value; a seed is needed before anything else.
     """
@@ -227,12 +227,12 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         del home
 
     def change(self, home: Home, part: Contribution) -> None:
-        """Changes what lasts of a shard: `value`, `optimizer`, `aux` (but for what it has learned of its node's clock),
-        and the count of its updates.
+        """Changes the lasting state of a shard: `value`, `optimizer`, `aux` (but for what it has learned of its node's
+        clock), and the count of its updates.
 
         That may depend on these, but for the count, and on a part's `values`, `rates`, `samples` and `rank`, and on
-        nothing else. So who begins with the same, and makes the same changes in the same order, has the same: a shard's
-        mirror. Where several threads change a shard, any order is as good as any other.
+        nothing else. So homes that begin with the same, and make the same changes in the same order, have the same: a
+        shard's mirror. Where several threads change a shard, any order is as good as any other.
 
         Args:
             part: has `samples` = 0 if it has no values. It need not be a worker's, but can be made for this: `apply`.
@@ -247,8 +247,8 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         self.change(home, part)
 
     def nothing(self, home: Home, part: Contribution) -> Iterable[Step]:
-        """A worker took a step without a gradient, since its own was not finite: that is nobody's mean, and no update,
-        but those who wait for its clock may go on. `home.done` counts it already."""
+        """A worker took a step without a gradient, since its own was not finite: that is no mean, and no update,
+        but workers that wait for its clock may go on. `home.done` counts it already."""
         yield self.asked(home, part)
 
     def told(self, home: Home, part: Contribution, values: Array) -> None:
@@ -256,7 +256,7 @@ class HomeAlgorithm(ABC, Generic[Spec]):
         out, or it has said what it has. For an algorithm that reckons with what each rank has.
 
         Args:
-            values: what it has (elements,); valid during the call.
+            values: its own (elements,); valid during the call.
         """
 
     def elapsed(self, home: Home, now: float) -> Iterable[Step]:
@@ -297,7 +297,7 @@ class HomeAlgorithm(ABC, Generic[Spec]):
 
 
 def refuse_without(home: Home, why: str) -> Iterator[Step]:
-    """Refuses what waits for a rank that does not take part any more, in slots that need all ranks."""
+    """Refuses parts that wait for a rank that does not take part any more, in slots that need all ranks."""
     for number, slot in list(home.slots.items()):
         if not slot.keys() | home.present | home.joined >= set(range(home.ranks)):
             del home.slots[number]
@@ -314,7 +314,7 @@ def begin_anew(algorithm: HomeAlgorithm[Any], home: Home) -> None:
 
 
 def combined(parts: Sequence[Contribution], values: Array, samples: int = 1) -> Contribution:
-    """Returns what parts have come to, as one that changes a shard: with the rates of the last one."""
+    """Returns the sum of parts, as one that changes a shard: with the rates of the last one."""
     last = parts[-1]
     if values is last.values and samples == last.samples:
         return last
@@ -323,7 +323,7 @@ def combined(parts: Sequence[Contribution], values: Array, samples: int = 1) -> 
 
 
 class ShardAlgorithm(HomeAlgorithm[Spec]):
-    """A shard takes a step with each gradient that comes to it, and its sender goes on; subclasses say what else."""
+    """A shard takes a step with each gradient that comes to it, and its sender goes on; subclasses add to that."""
 
     def change(self, home: Home, part: Contribution) -> None:
         home.step(part.values, part.rates)

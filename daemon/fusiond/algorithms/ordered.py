@@ -2,7 +2,7 @@
 
 A worker waits for all its buckets. If each home chose for itself whom it leaves behind, two of them could wait for
 ranks that wait for the other one. So the home of the plan's first bucket decides, and gives orders, which all homes
-carry out, itself included, as soon as they have what an order is about.
+carry out, itself included, as soon as they have the parts of an order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IN_TIME = 1
 class Ordered(HomeAlgorithm[Spec]):
     """Shards that follow orders, which name contributions by rank and clock. Updates are made as they were ordered.
 
-    `slots`: 0 has what has come and waits for an order. `scratch`: how many updates were ordered, and made.
+    `slots`: 0 has parts that wait for an order. `scratch`: how many updates were ordered, and made.
     """
 
     waits = True
@@ -44,7 +44,7 @@ class Ordered(HomeAlgorithm[Spec]):
         return self.received(home, part)
 
     def decide(self, home: Home, part: Contribution) -> Iterator[Step]:
-        """Decides, at the first home, what follows from a contribution."""
+        """Decides, at the first home, on the effects of a contribution."""
         slot = home.slots.setdefault(IN_TIME, {})
         slot[part.rank] = part
         if self.ready(home, slot):
@@ -52,7 +52,7 @@ class Ordered(HomeAlgorithm[Spec]):
 
     @abstractmethod
     def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
-        """Returns, at the first home, whether what has come makes up an update."""
+        """Returns, at the first home, whether the waiting parts make up an update."""
 
     @abstractmethod
     def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
@@ -69,7 +69,7 @@ class Ordered(HomeAlgorithm[Spec]):
         yield from self.follow(home)
 
     def order_update(self, home: Home) -> Step:
-        """Orders an update of what has come in time."""
+        """Orders an update of the parts that have come in time."""
         return self.order(home, UPDATE, [part for _, part in sorted(home.slots.pop(IN_TIME).items())])
 
     def order(self, home: Home, kind: int, parts: Sequence[Contribution]) -> Step:

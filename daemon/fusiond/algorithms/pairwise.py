@@ -18,9 +18,9 @@ _NOBODY: Array = np.array([-1, -1])
 class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
     """Odd ranks are active, even ones passive (arXiv 1710.06952, section 3, and its appendix on deadlock).
 
-    A worker is answered at once, with what others have changed since it last asked. An active home then asks one of its
+    A worker is answered at once, with the others' changes since it last asked. An active home then asks one of its
     passive neighbours for their mean, unless it still waits for an earlier answer; the passive one moves to the mean in
-    the moment in which it is asked, and answers with what it has moved by, from which the other goes the other way. So
+    the moment in which it is asked, and answers with its move, of which the other makes the opposite. So
     both together stay what they were, whatever a codec makes of the numbers. Nobody waits for a worker, so a slow one
     holds up nobody. As one thread at a time is at a home, and an active one is changed by its own worker and by answers
     to its own question only, averaging is atomic.

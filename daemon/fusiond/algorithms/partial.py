@@ -17,12 +17,12 @@ _PATIENCE = 1.0  # seconds that an update waits at least while the deadline is b
 
 
 class Partial(Ordered[algorithms.Partial]):
-    """Backup workers (arXiv 1604.00981), with two differences: what comes late is carried over to the next update
+    """Backup workers (arXiv 1604.00981), with two differences: late gradients are carried over to the next update
     instead of being dropped, so that no gradient is lost; and hence the sum is divided by all ranks.
 
     Whoever waits in another operation is a backup, and if these are more than `backup`, all of them are.
 
-    `aux`: what is carried.
+    `aux`: the carried sum.
     """
 
     carries = True
@@ -53,7 +53,7 @@ class Partial(Ordered[algorithms.Partial]):
         yield self.answer(home, part)
 
     def change(self, home: Home, part: Contribution) -> None:
-        """Takes a step by what has come and was carried; or, of a part without rates, carries that."""
+        """Takes a step by received and carried parts; or, of a part without rates, carries that."""
         if part.rates:
             home.aux.pop("carried", None)
             home.step(part.values, part.rates)

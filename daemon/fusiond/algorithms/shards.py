@@ -42,7 +42,7 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
         yield from refuse_without(home, "a rank has left, and bsp needs all of them in every step")
 
     def _update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
-        """Makes the update of a clock, and answers all who contributed to it."""
+        """Makes the update of a clock, and answers all its contributors."""
         if given := [part for part in parts if part.samples]:
             self.apply(home, combined(given, self.combine(home, given)))
         for part in parts:
@@ -57,7 +57,7 @@ class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
         yield from self.follow(home, part)
 
     def follow(self, home: Home, part: Contribution) -> Iterator[Step]:
-        """Yields what follows from a part that counts already."""
+        """Yields the steps after a part that counts already."""
         yield self.answer(home, part)
 
     def _divided(self, home: Home, part: Contribution) -> Array:
@@ -70,7 +70,7 @@ class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
 
 class SSP(ASP):
     """ASP in which a rank too far ahead of the slowest one is answered when that has caught up, with the home as it is
-    then (pull after the gate). A rank that waits in another operation holds nobody back."""
+    then (pull after the gate). A rank that waits in another operation holds no other back."""
 
     waits = True
     answers_all = True
@@ -86,7 +86,7 @@ class SSP(ASP):
         return self._release(home)
 
     def _release(self, home: Home) -> Iterator[Step]:
-        """Answers those who may go on."""
+        """Answers workers that may go on."""
         assert isinstance(self.spec, algorithms.SSP)
         furthest = home.slowest + self.spec.staleness
         waiting, home.waiting = home.waiting, []

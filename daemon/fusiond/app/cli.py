@@ -134,7 +134,7 @@ def dashboard(
     port: Annotated[int, typer.Option(help="Port on this host's loopback address; 0: any.", min=0, max=65535)] = 9465,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.2)] = 2.0,
 ) -> None:
-    """Serves what `fusiond top` shows as a web page, read-only and for this host only, until Ctrl-C."""
+    """Serves the tables of `fusiond top` as a web page, read-only and for this host only, until Ctrl-C."""
     from fusiond.live.client import Lookout
     from fusiond.live.dashboard import serve
 

@@ -116,7 +116,7 @@ class Daemon:
         """Serves until the job is over. Returns the exit code: 0, or 1 when the job failed.
 
         Raises:
-            FusionError: what comes on standard input cannot be used.
+            FusionError: the lines on standard input cannot be used.
         """
         # Imported only now: Numba takes half a second, which the workers meanwhile spend importing torch.
         from fusiond.host.thread_pool import KernelPool, prepare_kernels

@@ -38,7 +38,7 @@ class DaemonEffects:
     Args:
         loop, mesh, stacks: the daemon's; no mesh in a job of one node.
         links: the connections of the local workers, by rank.
-        files: runs what waits for file systems.
+        files: runs work that waits for file systems.
         formation: hears when the first operation is done.
 
     Attributes:

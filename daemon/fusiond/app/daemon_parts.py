@@ -66,7 +66,7 @@ class DaemonParts:
         began: when the daemon began (s, by the monotonic clock).
         daemon: made them.
         workers, pool: once the daemon runs.
-        memory: what codecs remember, on the way from one formation to the next.
+        memory: of codecs, on the way from one formation to the next.
         kept: shards on that way; None before there is an engine.
     """
 

@@ -289,7 +289,7 @@ class WorkerDispatch:
             self._formation.engine.codecs.statistics(link.rank, asked.handle)
 
     def end(self) -> None:
-        """Ends this formation here: its workers are heard until they leave, and nothing comes of what they say."""
+        """Ends this formation here: its workers are heard until they leave, without effect."""
         self._is_over = True
         self.handlers = {kind: _ignored for kind in self.handlers} | {wire.Ping: self.handlers[wire.Ping]}
 
@@ -351,4 +351,4 @@ class WorkerDispatch:
 
 
 def _ignored(link: WorkerLink, message: wire.WorkerMessage) -> None:
-    """Handles what a worker says that does not know yet that its membership epoch is over."""
+    """Handles messages of a worker that does not know yet that its membership epoch is over."""

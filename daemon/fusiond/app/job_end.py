@@ -47,7 +47,7 @@ class Ended(Protocol):
 
 
 class JobEnd:
-    """The `JobControl` of one daemon: decides what goes on after a loss, and when all is over.
+    """The `JobControl` of one daemon: decides on the rest of a job after a loss, and on its end.
 
     Args:
         formation: owns it.
@@ -89,7 +89,7 @@ class JobEnd:
     # --- who is gone --------------------------------------------------------------------------------------------------
 
     def farewell(self) -> None:
-        """Notes that whoever started this daemon ends the job: what dies from now on was meant to."""
+        """Notes that the starter of this daemon ends the job: deaths from now on are intended."""
         self._is_ended = True
 
     def worker_lost(self, rank: int, error: str) -> None:
@@ -100,7 +100,7 @@ class JobEnd:
         self._loop.call_later(_FREED, _free_memory)
 
     def worker_departed(self, rank: int) -> None:
-        """Removes a local rank that has left; tells all nodes, each when it has received what is on its way to it."""
+        """Removes a local rank that has left; tells all nodes, each behind the messages on their way to it."""
         self._formation.engine.depart([rank])
         if self._mesh is not None:
             for node in self._others():
@@ -140,7 +140,7 @@ class JobEnd:
         self._loop.stop()
 
     def signalled(self, name: str) -> None:
-        """Stops on a signal. A daemon whose workers are done delivers first what it owes to others."""
+        """Stops on a signal. A daemon whose workers are done first delivers its last messages to others."""
         if not (self._membership.everyone_left or self._everyone_departed):
             self.fail(f"the daemon of host {self._host} was told to stop ({name})")
         if self._mesh is None or self.failure:

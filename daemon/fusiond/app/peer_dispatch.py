@@ -1,9 +1,9 @@
-"""Dispatch of the other daemons' messages, by what each may send now.
+"""Dispatch of the other daemons' messages, by the kinds that each may send now.
 
 Each peer has a table from the type of a message to its handler. It is made anew when the view, the peer's membership
-epoch, or the engine's handlers change, and holds what the peer may say then; all else is refused.
+epoch, or the engine's handlers change, and holds the messages that the peer may send then; all others are refused.
 
-In an elastic job daemons go from one formation to the next at different moments. What a peer says in a later one waits
+In an elastic job daemons go from one formation to the next at different moments. Messages of a later one wait
 until this node is there; that cannot be more than a few words, since no formation starts without all its nodes. What is
 of an earlier one is dropped.
 """
@@ -43,7 +43,7 @@ class PeerDispatch:
         membership: the workers and nodes of the formation.
         losses: knows the view.
         job: acts.
-        anybody: handlers of messages that every node may send, also one that is not in the view.
+        anybody: handlers of messages that all nodes may send, also those that are not in the view.
         members: handlers of messages that nodes of the view may send, whatever their epoch.
         heard: is kept from one formation to the next.
     """
@@ -84,7 +84,7 @@ class PeerDispatch:
         self._tables, self._made_of = [], (None, None)
 
     def take_early(self) -> None:
-        """Handles what peers that were here sooner have said."""
+        """Handles messages of peers that were here sooner."""
         for node in [node for node in self._heard.early if wire.formation_of(self._heard.of(node)) == self._number]:
             for message in self._heard.early.pop(node):
                 self.receive(node, message)

@@ -26,7 +26,7 @@ class ToolDispatch:
     """Answers to tools, from the other parts of one daemon.
 
     Args:
-        config: which job this is, and who is where.
+        config: the job, and the places of its ranks.
         daemon: has the data of `fusiond status`.
     """
 

@@ -2,7 +2,7 @@
 
 A state has an entry `INDEX:KEY` for each entry `KEY` of the state of bucket `INDEX`'s codec. `INDEX:layout` stands for
 the bucket's codec and layout, and `INDEX:bounds` has the nodes' ranges, if there are any. A bucket of the same layout
-goes on bit by bit; any other takes over what there is of its tensors.
+goes on bit by bit; any other takes over the tensors that it has.
 
 All but residuals and velocities is the same on all nodes, and has to be: so that they can go on together even where
 some of them have lost the rest, that *common* part is also saved by itself.
@@ -68,16 +68,16 @@ class Remembered:
         return state if bounds else {key: value for key, value in state.items() if not key.endswith(":bounds")}
 
     def release(self) -> None:
-        """Frees what the codecs remember."""
+        """Frees the memory of the codecs."""
         for codec in self._buckets:
             release_codec(codec)
 
 
 def saved(buckets: Iterable[BucketCodec], common: bool = False, copies: bool = True) -> State:
-    """Returns what the codecs of a plan's buckets remember, in their order.
+    """Returns the memory of the codecs of a plan's buckets, in their order.
 
     Args:
-        common: only what is the same on all nodes.
+        common: only the part that is the same on all nodes.
         copies: arrays are copies; else large ones may be the codecs' own.
     """
     state: State = {}
@@ -93,7 +93,7 @@ def saved(buckets: Iterable[BucketCodec], common: bool = False, copies: bool = T
 
 
 def only_common(state: Mapping[str, Array]) -> State:
-    """Returns what of a state is the same on all nodes."""
+    """Returns the part of a state that is the same on all nodes."""
     return {key: value for key, value in state.items() if not _is_own(key.partition(":")[2])}
 
 
@@ -104,7 +104,7 @@ def steps_of(state: Mapping[str, Array]) -> int:
 
 
 def restore(buckets: Sequence[BucketCodec], state: Mapping[str, Array], strict: bool = False) -> None:
-    """Lets the codecs of a plan's buckets go on from a state; what it lacks starts anew.
+    """Lets the codecs of a plan's buckets go on from a state; tensors that it lacks start anew.
 
     Args:
         strict: a tensor that is in no bucket is an error.

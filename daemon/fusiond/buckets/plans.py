@@ -194,7 +194,7 @@ class Plans:
         return self._opener(plan, members)
 
     def install(self, plan: wire.Plan, members: Members) -> str:
-        """Puts an active plan; it replaces the one that its group had, and takes over what that one's codecs remember.
+        """Puts an active plan; it replaces the one that its group had, and takes over the memory of its codecs.
         Does nothing when it is active already.
 
         Returns: why a state that had been loaded is not used; empty if there is nothing to say.
@@ -264,7 +264,7 @@ class Plans:
         return codecs.parse(plan.reduction.codec)
 
     def _drop(self, state: PlanState) -> None:
-        """Forgets an active plan, and frees what its codecs remember."""
+        """Forgets an active plan, and frees the memory of its codecs."""
         del self._plans[state.plan.id]
         for rank in state.members.local:
             self.drop_memory(rank, state.plan.id)
@@ -272,7 +272,7 @@ class Plans:
             release_codec(codec)
 
     def remember(self, clocks: Mapping[int, Mapping[str, int]]) -> None:
-        """Leaves what codecs remember for the next formation. Of a step that is complete in some buckets of a plan and
+        """Leaves the memory of codecs for the next formation. Of a step that is complete in some buckets of a plan and
         not in all, and so is dropped, they remember nothing. The ranges of nodes are left behind.
 
         Args:
@@ -306,7 +306,8 @@ class Plans:
             del self._waiting[key]
 
     def save(self, process_set: int, group: str, common: bool) -> State:
-        """Returns copies of the state of the codecs of a group's plan, or of what is kept for it until there is one."""
+        """Returns copies of the state of the codecs of a group's plan, or of the state kept for it until there is
+        one."""
         state = self._of_group(process_set, group)
         if state is not None:
             return codec_state.saved(state.codecs, common)
@@ -318,7 +319,7 @@ class Plans:
         was remembered of the formation before.
 
         Args:
-            common: what is of another node is left out; does nothing where as many steps have been taken.
+            common: state of another node is left out; does nothing where as many steps have been taken.
 
         Raises:
             CodecError: the state is not of this plan; nothing has changed then.
@@ -432,10 +433,10 @@ class Plans:
         return measure
 
     def compression(self) -> dict[str, dict[str, float]]:
-        """Returns what compression has saved and cost on this node, by group and in "total": `bytes_dense` that would
+        """Returns the savings and costs of compression on this node, by group and in "total": `bytes_dense` that would
         have been sent to other nodes, `bytes_packed` that were, the share `saved`; how many `elements` there were, and
         how many of them a codec has `encoded`; how many were `asked` for, and `selected`; the `seconds` it took; and
-        the L2 norm of what is left, `residual_norm`, as of the last `measure`."""
+        the L2 norm of the residuals, `residual_norm`, as of the last `measure`."""
         groups = {}
         for state in self:
             if state.counted or any(codec.statistics() for codec in state.codecs):
@@ -484,7 +485,7 @@ def _told(sums: Counter[str]) -> dict[str, float]:
 
 
 def _selected(rank: int, ready: wire.Ready, state: PlanState, found: BucketState, segment: Array) -> Selected:
-    """Returns what a worker has selected itself. Raises `RequestError` where it cannot have done so."""
+    """Returns a worker's own selection. Raises `RequestError` where it cannot have done so."""
     whose = f"bucket {ready.bucket} of plan {ready.plan} on rank {rank}"
     if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
         raise RequestError(f"{whose} was selected by its worker, which is not the only one of its node")

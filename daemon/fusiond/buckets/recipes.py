@@ -147,7 +147,7 @@ class Recipe:
 
 
 def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
-    """Works out what operations of this signature need.
+    """Works out the needs of operations of this signature.
 
     Raises:
         FusionError: no rank can submit this.
@@ -288,7 +288,7 @@ def collective_exchange(
         local: parts of the local members, in rank order.
         outputs: where they want a broadcast tensor, from `operations.executor.outputs_of`.
         rows: first dimension of every member's tensor.
-        splits: for alltoall, every member's splits. In a group, what concerns it is known here.
+        splits: for alltoall, every member's splits. In a group, those that concern it are known here.
 
     Raises:
         RequestError: the members' sizes do not fit together.

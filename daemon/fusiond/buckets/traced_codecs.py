@@ -44,7 +44,7 @@ def record_codec(codec: BucketCodec, trace: Instrument, what: About) -> None:
 
 
 def release_codec(codec: BucketCodec) -> None:
-    """Takes from a codec that is not used any more what refers to it: its memory is freed with the last reference to
+    """Takes the references from a codec that is not used any more: its memory is freed with the last reference to
     it, and not when Python looks for cycles."""
     codec.go_back = None
     for name in _METHODS.keys() & vars(codec).keys():

@@ -33,17 +33,17 @@ class Selected:
             raise RequestError(f"{self.whose} was selected wrongly by its worker: {error}") from None
 
     def correct(self, undone: bool) -> None:
-        """The operation is over: the worker is told by what to correct its residual."""
+        """The operation is over: the worker is told the corrections of its residual."""
         self.codec.correct(self.tray, undone)
 
     def disown(self) -> None:
-        """The operation has failed before it began: what was taken goes back, with the next corrections."""
+        """The operation has failed before it began: the selection goes back, with the next corrections."""
         with contextlib.suppress(CodecError):  # what is no selection is nothing that could go back
             self.codec.disown(self.tray)
 
 
 def selected(whose: str, codec: BucketCodec, memory: Array, offset: int, least: int) -> Selected:
-    """Checks and returns what a worker says that it has selected.
+    """Checks and returns the selection that a worker tells of.
 
     Args:
         whose: see `Selected`.

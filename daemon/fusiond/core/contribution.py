@@ -1,4 +1,5 @@
-"""The record of what one rank gives to an operation, from the worker's message to the algorithm that takes it in."""
+"""The record of one rank's contribution to an operation, from the worker's message to the algorithm that takes it
+in."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class WorkerSelection(Protocol):
         """Returns the node's contribution, in place of the codec's own."""
 
     def correct(self, undone: bool) -> None:
-        """Hands what the codec kept of an ended operation to the worker; `undone`: it has to undo the step, too."""
+        """Hands the codec's rest of an ended operation to the worker; `undone`: it has to undo the step, too."""
 
     def disown(self) -> None:
         """Returns all that was taken to the worker, since the operation failed before it began."""
@@ -35,7 +36,7 @@ class Contribution:
     """One rank's part of an operation.
 
     Attributes:
-        rank: the position of its rank among those of the process set; of what one home sends another, the sender's.
+        rank: the position of its rank among those of the process set; between homes, the sender's.
         values: 1-D, its elements; valid until it is answered, and only to be read. None of one that came encoded and
             is not decoded yet. Of a tensor outside a plan, they may be in the worker's own memory:
             then this is a `Remote`, which only what takes `Operand`s may be given.

@@ -50,7 +50,7 @@ class Effects(Timers, Correspondence, Protocol):
         is borrowed for these any more; peers that are lost do not count."""
 
     def send_piece(self, node: int, piece: wire.Piece, payload: memoryview, /) -> object:
-        """Sends a piece of a message, whose payload nobody will change."""
+        """Sends a piece of a message, whose payload will not change."""
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         """Runs jobs outside the event loop, then `then` inside."""

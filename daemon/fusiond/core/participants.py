@@ -86,7 +86,7 @@ class Participants:
     def is_over(self, process_set: int) -> bool:
         """Returns whether there was such a process set, and it has been removed.
 
-        A group that is not here is over, since nobody uses one before all of its members have opened it.
+        A group that is not here is over, since it is not used before all of its members have opened it.
         """
         return (process_set < self._next or wire.is_group(process_set)) and process_set not in self._members
 

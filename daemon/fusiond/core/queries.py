@@ -1,6 +1,6 @@
 """Questions that go to several nodes, and their answers. No I/O.
 
-Whoever does not answer in time is left out of what is told.
+A node that does not answer in time is left out of the answers.
 """
 
 from __future__ import annotations

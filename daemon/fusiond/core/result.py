@@ -1,4 +1,4 @@
-"""The record of what one rank gets from an operation."""
+"""The record of one rank's result of an operation."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Agreement:
         return False
 
     def lose(self, new: Sequence[int]) -> None:
-        """Ranks are lost, and the process sets know. What was under way and needs them fails on all ranks."""
+        """Ranks are lost, and the process sets know. Operations under way that need them fail on all ranks."""
         self._recipes.clear()
         for operation in list(self._operations.under_way.values()):
             lost = [rank for rank in operation.members.set.ranks if rank in new]
@@ -249,7 +249,7 @@ class Agreement:
             self._operations.everywhere(operation.key, f"{operation.what}: {error}")
 
     def _take_effect(self, operation: Operation, signature: wire.Signature, rows: Sequence[int]) -> None:
-        """Does on this node what an operation without data is for. All nodes do it before any of them completes it."""
+        """Does this node's part of an operation without data. All nodes do it before any of them completes it."""
         if signature.kind == "join":
             self._homes.returned(list(self._participants.joined))
             self._participants.joined.clear()
@@ -263,7 +263,7 @@ class Agreement:
                 self.remove_set(removed)
 
     def remove_set(self, process_set: int) -> None:
-        """There is no such process set any more. What is under way in it fails."""
+        """There is no such process set any more. Its operations under way fail."""
         for key in [key for key in self._operations.under_way if key.process_set == process_set]:
             what = self._operations.under_way[key].what
             self._operations.here(key, f"{what} was under way when process set {process_set} was removed")

@@ -46,7 +46,7 @@ class CodecService:
         }
 
     def save_state(self, rank: int, asked: wire.SaveState) -> None:
-        """A worker asks for what the codecs of a plan remember."""
+        """A worker asks for the memory of the codecs of a plan."""
         if not self._may_touch_state(rank, asked):
             return
         plan = self._plans.plan_of(asked.process_set, asked.group)
@@ -67,7 +67,7 @@ class CodecService:
             self._homes.save(plan, of_homes, saved)
 
     def recall(self, rank: int, asked: wire.RecallShards) -> None:
-        """A worker asks for what shards had when the formation before ended."""
+        """A worker asks for the state of shards at the end of the formation before."""
         self._homes.recall(asked, partial(self._answer, rank, asked))
 
     def _answer(self, rank: int, asked: wire.SaveState | wire.RecallShards, get: Callable[[], State]) -> None:
@@ -138,7 +138,7 @@ class CodecService:
         self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
 
     def statistics(self, rank: int, handle: int) -> None:
-        """A worker asks what compression has saved and cost."""
+        """A worker asks for the savings and costs of compression."""
 
         def answer() -> None:
             self._outside.to_worker(rank, wire.Done(handle, json.dumps(self._plans.compression()).encode()))

@@ -1,6 +1,6 @@
 """The engine of a node: all operations, from the workers' submissions to their results. No I/O.
 
-Events come in as method calls (a worker submitted, a peer's message came, time passed); what is to be done goes out
+Events come in as method calls (a worker submitted, a peer's message came, time passed); instructions go out
 through its `Effects`. One thread calls it. The algorithm of a plan says which route its contributions take: to
 exchanges between nodes (`exchanges`), or to homes (`shards`).
 """
@@ -112,7 +112,7 @@ class Engine:
     # --- from the local workers ---------------------------------------------------------------------------------------
 
     def worker_handlers(self) -> Handlers:
-        """Returns the handlers of what local workers ask, each called with the worker's connection and the message."""
+        """Returns the handlers of local workers' requests, each called with the worker's connection and the message."""
         return {
             wire.Ready: lambda worker, ready: self.ready(worker.rank, ready),
             wire.Submit: lambda worker, submit: self.submit(
@@ -293,7 +293,7 @@ class Engine:
             self._joined(message.rank)
 
     def tick(self) -> None:
-        """Time has passed: ends what has waited too long. Called about once a second while anything is under way."""
+        """Time has passed: ends waits that are too long. Called about once a second while anything is under way."""
         self._stalls.tick()
         self.homes.tick()
         self.messages.reports.tick()
@@ -313,7 +313,7 @@ class Engine:
         self._work.when_all_quiet(then)
 
     def remember(self) -> None:
-        """Leaves what codecs remember for the next formation. To be called once the job has failed and all is quiet."""
+        """Leaves the memory of codecs for the next formation. To be called once the job has failed and all is quiet."""
         self._plans.remember(self.operations.clocks())
 
     def end(self, error: str) -> None:
@@ -336,16 +336,16 @@ class Engine:
         )
 
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
-        """Asks all nodes who waits for whom; `everyone`: and where also those are that nobody waits for."""
+        """Asks all nodes for waits between ranks; `everyone`: and also for places of ranks that are not waited for."""
         self._questions.survey(everyone, then)
 
     def under_way(self, key: OpKey | None) -> list[wire.Waiting]:
-        """Returns what waits here; only what has this key, if there is one."""
+        """Returns the waits here; only those with this key, if there is one."""
         messages = self.messages.reports.under_way()
         return [*self._stalls.under_way(key), *(one for one in messages if key in (None, one.key))]
 
     def record_plans(self) -> None:
-        """Records the active plans again: what was recorded first may be overwritten by now."""
+        """Records the active plans again: their first records may be overwritten by now."""
         for state in self._plans:
             record_plan(self._trace, state.plan)
 
@@ -412,7 +412,7 @@ class Engine:
 
     def _operations_of(self, rank: int) -> Iterator[int]:
         """Yields the marks (`wire.mark`) of the operations and proposals in which a local rank waits. A rank that has
-        joined is not expected by anybody, and so its join is left out."""
+        joined is not expected by any rank, and so its join is left out."""
         for operation in self.operations.under_way.values():
             if rank in operation.parts and operation.kind != "join":
                 yield wire.mark(operation.key)
@@ -422,7 +422,7 @@ class Engine:
 
 
 def _operand_of(worker: WorkerLink, asked: wire.SendTo | wire.ReceiveFrom) -> Operand | None:
-    """Returns the memory of a message at a worker; None: it travels with what the worker says."""
+    """Returns the memory of a message at a worker; None: it travels with the worker's message."""
     return None if asked.place is None else worker.operand(asked.place, asked.nbytes)
 
 

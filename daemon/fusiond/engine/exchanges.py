@@ -421,7 +421,7 @@ class Exchanges:
         self.foreign += 1
 
     def _take_early(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        """A chunk waits until the workers here have come that far, unless it does not fit what they submitted."""
+        """A chunk waits until the workers here have come that far, unless it does not fit their submissions."""
         is_known = operation.has_begun if chunk.key.plan else operation.digest
         if is_known and chunk.digest != operation.digest:
             self._peer_disagrees(operation, node, chunk)
@@ -505,7 +505,7 @@ class Exchanges:
                 )
 
     def _count_early(self) -> None:
-        """Counts again what waits for workers here. Raises `CreditExceeded` if that is too much."""
+        """Counts again the chunks that wait for workers here. Raises `CreditExceeded` if that is too much."""
         self._early_bytes = sum(
             len(payload)
             for operation in self._operations.under_way.values()

@@ -23,7 +23,7 @@ class Groups:
         self._messages = messages
 
     def worker_handlers(self) -> Handlers:
-        """Returns the handlers of what local workers say about groups."""
+        """Returns the handlers of local workers' messages about groups."""
         return {
             wire.OpenGroup: lambda worker, message: self.open(worker.rank, message),
             wire.CloseGroup: lambda worker, message: self.close(worker.rank, message),

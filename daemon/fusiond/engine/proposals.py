@@ -1,4 +1,4 @@
-"""Plans before they are active: what the local workers have proposed, and what came of it. No I/O."""
+"""Plans before they are active: the local workers' proposals, and their outcome. No I/O."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Proposals:
                 self._context.outside.job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
 
     def remove_set(self, process_set: int) -> None:
-        """Forgets the plans of a process set; who waits for one is told."""
+        """Forgets the plans of a process set; workers that wait for one are told."""
         for plan_key in [key for key in self.waiting if key[0] == process_set]:
             del self._proposed[plan_key], self._since[plan_key]
             for rank, handle in self.waiting.pop(plan_key).items():

@@ -47,7 +47,8 @@ class SnapshotFiles:
         return os.path.join(self._directory, f"{self._prefix(plan)}{number}.snapshot")
 
     def numbers(self, plan: wire.Plan) -> tuple[int, ...]:
-        """Returns the numbers of the snapshots of a plan's group. Raises `SnapshotError` if nobody may look there."""
+        """Returns the numbers of the snapshots of a plan's group. Raises `SnapshotError` if the directory cannot be
+        read."""
         pattern = re.compile(rf"{re.escape(self._prefix(plan))}(\d{{1,15}})\.snapshot")
         try:
             names = os.listdir(self._directory)
@@ -65,7 +66,7 @@ class SnapshotFiles:
             keep: number of the one that is kept besides; the others are removed. 0: all are kept.
 
         Raises:
-            SnapshotError: that is not possible, or another daemon has taken this one's place. What was kept is left.
+            SnapshotError: that is not possible, or another daemon has taken this one's place. Kept snapshots are left.
         """
         arrays = {**state, _PLAN: _fingerprint(plan)}
         data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
@@ -89,7 +90,7 @@ class SnapshotFiles:
             ) from error
 
     def read(self, plan: wire.Plan, number: int) -> dict[str, Array]:
-        """Returns what a snapshot has.
+        """Returns the contents of a snapshot.
 
         Raises:
             SnapshotError: the file is damaged, or of other parameters or another number of nodes.
@@ -114,8 +115,8 @@ class SnapshotFiles:
         return {key: value.copy() for key, value in arrays.items()}
 
     def _claim(self, prefix: str) -> None:
-        """Takes the place of whoever has written files with this prefix before, and removes what it was writing. Done
-        once: who claims again has been replaced."""
+        """Takes the place of an earlier writer of files with this prefix, and removes its unfinished ones. Done
+        once: a second claim says that this one has been replaced."""
         if prefix in self._claimed:
             return
         with replacing(os.path.join(self._directory, f"{prefix}owner")) as file:

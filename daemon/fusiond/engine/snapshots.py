@@ -1,9 +1,9 @@
-"""Snapshots of homes on disk, which all nodes have: what a new job goes on from when the host of a shard was lost.
+"""Snapshots of homes on disk, which all nodes have: a new job goes on from them when the host of a shard was lost.
 
 Nodes with homes tell each other which snapshots they have. The first of them says when all write the next one, and
 which one all keep until then: the latest that all have written. So a job that is killed at any moment leaves one that
 all nodes have, and the next job's first node says that all begin with that. Workers save nothing here: with the first
-answer they get what the homes have.
+answer they get the values of the homes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Snapshots:
     """One node's part in the snapshots.
 
     Args:
-        context, plans, homes: of this node. The settings say where, and whether homes begin with what is there.
+        context, plans, homes: of this node. The settings say where, and whether homes begin with the files there.
     """
 
     def __init__(self, context: Context, plans: Plans, homes: ParameterService) -> None:
@@ -45,10 +45,10 @@ class Snapshots:
         return {wire.SnapshotsHeld: self._heard, wire.SnapshotOrder: self._ordered}
 
     def open(self, state: PlanState) -> None:
-        """The homes of a plan are there. If they are to begin with what was written, they take nothing in before that.
+        """The homes of a plan are there. If they are to begin with a snapshot, they take nothing in before that.
 
         Raises:
-            SnapshotError: homes are to begin with that, and nobody may look into the directory.
+            SnapshotError: homes are to begin with that, and the directory cannot be read.
         """
         if not self._context.settings.snapshot_directory:
             return
@@ -69,8 +69,8 @@ class Snapshots:
             return ()
 
     def take(self) -> None:
-        """Has all nodes write what their homes have, if this is the first of them, and all have written the one
-        before. What goes wrong is a warning: training goes on."""
+        """Has all nodes write the values of their homes, if this is the first of them, and all have written the one
+        before. A failure is a warning: training goes on."""
         for state in self._plans:
             if not state.at_homes:
                 continue
@@ -99,7 +99,7 @@ class Snapshots:
     # --- what nodes have ----------------------------------------------------------------------------------------------
 
     def _tell(self, state: PlanState, numbers: tuple[int, ...]) -> None:
-        """Tells all nodes with homes of a plan what this one has on disk."""
+        """Tells all nodes with homes of a plan the snapshots that this one has on disk."""
         self._send(state, wire.SnapshotsHeld(state.plan.id, numbers[-wire.MAX_SNAPSHOTS :]))
 
     def _heard(self, node: int, message: wire.SnapshotsHeld) -> None:
@@ -112,7 +112,7 @@ class Snapshots:
             self._choose(state)
 
     def _choose(self, state: PlanState) -> None:
-        """Says with which snapshot all homes begin: the latest that all nodes have; with none if nobody has any."""
+        """Says with which snapshot all homes begin: the latest that all nodes have; with none if there is none."""
         held = {node: self._held[state.plan.id][node] for node in sorted(self._nodes(state))}
         common = _common(list(held.values()))
         if not common and any(held.values()):
@@ -179,7 +179,7 @@ class Snapshots:
         self._context.outside.run_on_files(lambda: found.update(self._files.read(plan, number)), read)
 
     def _copy(self, state: PlanState, order: wire.SnapshotOrder) -> None:
-        """Copies what the homes of a plan here have, and writes it, beside the event loop."""
+        """Copies the values of a plan's homes here, and writes them, beside the event loop."""
         plan = state.plan.id
         if plan in self._under_way:
             return  # the first node is another one than before, and does not know

@@ -29,7 +29,7 @@ class Lookout:
         self._last: dict[str, Mapping[str, Any]] = {}
 
     def look(self) -> list[Rates]:
-        """Returns what has happened in each job since the last look.
+        """Returns the changes in each job since the last look.
 
         Raises:
             FusionError: no daemon of this user answers on this host.

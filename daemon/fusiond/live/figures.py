@@ -29,7 +29,7 @@ class Gathering:
     """One daemon's questions of that kind, and its answers.
 
     Args:
-        topology, node: who is where, and which node this is.
+        topology, node: the places of ranks, and this node.
         here: has this node's figures.
         outside: sends messages to other nodes.
     """
@@ -72,7 +72,7 @@ def document(
 
 
 def fitting(told: dict[str, Any], most: int = wire.MAX_TEXT) -> str:
-    """Returns the document as JSON of at most so many characters. Of what is longer, the links that have carried least
+    """Returns the document as JSON of at most so many characters. Of a longer one, the links that have carried least
     are left out, and then ranks; `left_out` says how many."""
     told["left_out"] = {"links": 0, "ranks": 0}
     text = json.dumps(told)

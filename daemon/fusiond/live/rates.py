@@ -61,7 +61,7 @@ class RankRates:
 
     Attributes:
         late_ms: mean time from the first sign of a bucket to the arrival of this rank's part.
-        straggles: that is more than what is usual among the others by over a twentieth of a step, and its host's links
+        straggles: that is more than the usual value of the others by over a twentieth of a step, and its host's links
             are not why.
     """
 
@@ -100,7 +100,7 @@ class Rates:
 
 
 def compare(before: Document | None, after: Document) -> Rates:
-    """Returns what has happened between two looks at one job; `before`: None at the first look."""
+    """Returns the changes between two looks at one job; `before`: None at the first look."""
     old = {} if before is None else {node["node"]: node for node in before["nodes"] if node["answered"]}
     seconds = 0.0 if before is None else after["time"] - before["time"]
     nodes, ranks, links = [], [], []

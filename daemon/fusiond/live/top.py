@@ -1,6 +1,6 @@
 """The picture that `fusiond top` draws, on a screen of 80 columns and 24 lines or more.
 
-Jobs share the lines of the screen. What needs a look comes first in each table, and what finds no room is counted.
+Jobs share the lines of the screen. Lines that need a look come first in each table, and those without room are counted.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _job(rates: Rates, lines: int, history: str) -> list[RenderableType]:
 
 
 def _rooms(wanted: Sequence[int], lines: int) -> list[int]:
-    """Deals lines to tables: to each what it wants, or, where that is too much, as many as to the others."""
+    """Deals lines to tables: to each as many as it wants, or, where that is too much, as many as to the others."""
     rooms = [min(each, _LEAST) for each in wanted]
     while sum(rooms) < lines and (short := [n for n, want in enumerate(wanted) if rooms[n] < want]):
         rooms[min(short, key=lambda n: rooms[n])] += 1

@@ -1,19 +1,19 @@
 """The admission of planned buckets: how many of them begin at a time, so that their scratch memory stays bounded.
 
-A worker submits all buckets of a step at once, and each exchange holds what it has encoded, received and added up until
+A worker submits all buckets of a step at once, and each exchange holds its payloads and sums until
 its peers have answered. For `int8` that is about as much as the gradients. So an operation begins only where its
 exchange's scratch memory has room beside that of those under way; the rest waits in the arena, where it lies anyway.
 
 Nodes must not wait for each other because they have begun different operations. Two rules see to that:
 
-- *The first node of an operation leads.* The others begin what it has begun, room or not. So whatever it has under way
-  completes, in whatever order their own ranks submit. They ask it (`wire.Held`) about what waits, and it answers
+- *The first node of an operation leads.* The others begin the same ones, room or not. So whatever it has under way
+  completes, in whatever order their own ranks submit. They ask it (`wire.Held`) about waiting ones, and it answers
   (`wire.CaughtUp`), as for chunks that are held back (`transport.early_credit`).
 - *Of each plan, one operation begins without room.* So neither a bucket that is larger than all there is, nor another
   plan, whose ranks may be waiting for this one, keeps a plan from going on.
 
 Ranks submit all buckets of a step before they wait for one of them, so each plan goes on whatever is late. At a node
-there is at most twice the room in use: its own, and what the leading nodes have begun.
+there is at most twice the room in use: its own, and the leading nodes'.
 
 Rejected: the order of buckets in the plan as the order in which they begin. A rank in which gradients become ready in
 another order would begin all of them without room.

@@ -16,11 +16,11 @@ class Context:
     """One engine's surroundings.
 
     Attributes:
-        topology, node: who is where, and which node this is.
+        topology, node: the places of ranks, and this node.
         settings: sizes and time-outs.
         outside: acts for the engine.
-        participants: the process sets, and who is away.
-        trace: what is done is recorded there.
+        participants: the process sets, and ranks that are away.
+        trace: the recorder.
     """
 
     topology: Topology

@@ -18,7 +18,7 @@ class NodeParts:
     """The way of a node's contribution from the arenas of its ranks, which have a part of it each, to that of the first
     one, on which the exchange works; and of the result back.
 
-    An exchange, and a codec's residual, are of the whole bucket: so what is sent, and what is left, does not depend on
+    An exchange, and a codec's residual, are of the whole bucket: so neither the payload nor the residual depends on
     how many ranks a node has, and on whether they combine gradients themselves.
 
     Attributes:
@@ -64,7 +64,7 @@ def combined(local: Sequence[Contribution], count: int) -> Contribution:
         count: how many ranks it has that take part.
 
     Raises:
-        RequestError: they do not agree about who submits it.
+        RequestError: they do not agree about its submitter.
     """
     shares = [part.share for part in local]
     if all(share == wire.PART for share in shares) and len(shares) == count:

@@ -1,7 +1,7 @@
 """The operations of one node: each from the first sign of it to the answers of the workers, and all together. No I/O.
 
 An `Operation` goes through the `OperationState`s in their order. Each of its methods that moves it on checks that it
-may. Jobs on threads may outlive an operation that fails; what is left to be done then waits for them.
+may. Jobs on threads may outlive an operation that fails; its end then waits for them.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class Operation:
         port: its way to the other nodes, as soon as it begins; `exchange`: once its local part is under way.
         busy: threads have jobs of it: its exchange is not touched meanwhile, and chunks wait in `early`.
         shared: the result that goes to workers in messages.
-        answer: what workers are told about an operation without data.
+        answer: told to workers about an operation without data.
         early: chunks that wait for its exchange, with their sender's node.
         askers: nodes that are to be told when it is reached here, since they hold chunks back.
         heard: when a chunk last came from a node (s).
         seconds: time-out that a local member has set, the shortest; 0: none. `until`: when it is up (s).
         is_here: nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in.
-        staging: what brings local contributions to where the exchange works on them, and results back, if they do not
+        staging: brings local contributions to the exchange's memory, and results back, if they do not
             lie there: scratch memory that stands in for workers' own, or a node's parts.
     """
 
@@ -315,7 +315,7 @@ class Operation:
             self.owner.context.outside.to_node(self.askers.pop(), wire.CaughtUp(self.key))
 
     def traffic(self, node: int, now: float) -> tuple[wire.Traffic, ...]:
-        """Returns what has gone between this node and its peers, once the exchange is there; now in seconds."""
+        """Returns the traffic between this node and its peers, once the exchange is there; now in seconds."""
         if self.port is None:
             return ()
         found = []
@@ -350,7 +350,7 @@ class Operation:
         staging.give_back()
 
     def _check_results(self, results: Sequence[Result]) -> None:
-        """Raises `TypeError` where an exchange has not given each worker what that is going to read."""
+        """Raises `TypeError` where an exchange has not given each worker the result that it reads."""
         parts, name = self.local_parts, type(self.exchange).__name__
         if len(results) not in (1, len(parts)):
             raise TypeError(f"{name} has {len(results)} results for {len(parts)} local members")
@@ -411,7 +411,7 @@ class Operation:
             self._give_back(has_started)
 
     def _give_back(self, has_started: bool = True) -> None:
-        """It has failed, and no thread works for it: gives codecs and workers back what is theirs."""
+        """It has failed, and no thread works for it: gives codecs and workers their memory back."""
         if has_started and self.exchange is not None:
             self.exchange.abandon()
         if self._error is None:
@@ -460,7 +460,7 @@ class OperationOwner(Protocol):
 
 
 class NodeOperations:
-    """The operations of one engine: those under way, and what came of those that are over.
+    """The operations of one engine: those under way, and the outcomes of those that are over.
 
     Args:
         context: the engine's surroundings.
@@ -537,7 +537,7 @@ class NodeOperations:
         return tuple(wire.OpFailed(key, error) for key, error in list(self._failed.items())[-_HANDED_OVER:])
 
     def refuse(self, rank: int, handle: int, error: str) -> None:
-        """Tells a worker that what it submitted has failed."""
+        """Tells a worker that its submission has failed."""
         self.context.outside.to_worker(rank, wire.Failed(handle, error))
 
     def everywhere(self, key: OpKey, error: str, missing: Sequence[int] = ()) -> None:

@@ -48,7 +48,7 @@ class Scratch:
         return np.frombuffer(memory, np.uint8)
 
     def give_back(self, array: Array) -> None:
-        """Takes an array back that nobody uses any more."""
+        """Takes an array back that is not used any more."""
         self._idle.append(array)
         while sum(map(len, self._idle)) > self._limit:
             del self._idle[0]
@@ -63,7 +63,7 @@ class Staging:
 
     Attributes:
         reads: jobs that fill it, before the exchange begins.
-        nbytes: infinite, since it takes a thread to read and write what may have to be read from a disk first.
+        nbytes: infinite, since it takes a thread to read and write memory that may have to be paged in first.
     """
 
     nbytes: ClassVar[float] = math.inf
@@ -130,7 +130,8 @@ class Staging:
     def reduction(
         self, reducer: Reducer, sources: Sequence[Operand], outputs: Sequence[Operand], threads: int
     ) -> tuple[Reducer, list[Array], list[Array]]:
-        """Returns the reducer, sources and outputs by which an exchange reduces what is partly in other processes.
+        """Returns the reducer, sources and outputs by which an exchange reduces memory that is partly in other
+        processes.
 
         Where it makes no difference, the node's sources are combined as they are read.
         """
@@ -156,7 +157,7 @@ class Staging:
         return jobs
 
     def give_back(self) -> None:
-        """The operation is complete, and nobody looks at its scratch memory any more."""
+        """The operation is complete, and its scratch memory is not used any more."""
         for array in self._taken:
             self.scratch.give_back(array)
         self._taken.clear()

@@ -90,7 +90,7 @@ class Starter:
         """Starts the operation of a planned bucket.
 
         Raises:
-            RequestError: the local members do not agree about who submits what, or in which unit.
+            RequestError: the local members do not agree about the submitter, or the unit.
         """
         self._reduce(operation, state.exchange_algorithm, bucket.reducer, bucket.codec, bucket.parts)
 
@@ -153,7 +153,7 @@ class Starter:
         """Returns the contribution in whose place that of the node is when the local part begins, and the outputs.
 
         Raises:
-            RequestError: the local members do not agree about who submits it.
+            RequestError: the local members do not agree about its submitter.
         """
         found = combined(local, len(operation.members.local))
         if found.share == wire.PART:

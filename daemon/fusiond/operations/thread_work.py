@@ -41,7 +41,7 @@ class ThreadWork:
         Args:
             plan: its id; 0: of a tensor outside a plan.
             nbytes: how much all of them read.
-            then: gets the exception that a job raised. What it begins counts as under way without a gap.
+            then: gets the exception that a job raised. Work that it begins counts as under way without a gap.
         """
         self._under_way[plan] += 1
         if plan in self._held:
@@ -91,7 +91,7 @@ class ThreadWork:
             then()
 
     def pauses(self, plan: int) -> bool:
-        """Returns whether somebody waits for a plan to be quiet, so that nothing of it may begin."""
+        """Returns whether a plan has to become quiet, so that nothing of it may begin."""
         return any(of == plan for of, _ in self._quiet)
 
     def forget(self) -> None:

@@ -197,7 +197,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """True: the daemons do what Gloo does in Horovod."""
+    """True: the daemons stand in for Horovod's Gloo."""
     return True
 
 

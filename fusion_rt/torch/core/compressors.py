@@ -1,7 +1,7 @@
 """Compression between nodes, and the interface by which a script brings a compressor of its own.
 
 `Compression.fp16` and `.bf16` name a codec of the daemon: tensors stay exact in shared memory, where casting them would
-cost more than it saves, and only what travels between nodes is halved. Their `compress` and `decompress` cast as
+cost more than it saves, and only data between nodes is halved. Their `compress` and `decompress` cast as
 Horovod's do, for scripts that call or subclass them. `Compression.topk(0.01)` and its like, one for each codec there
 is, name one with arguments. A compressor that a script brings runs in the worker.
 """

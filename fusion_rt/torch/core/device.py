@@ -1,9 +1,9 @@
 """The few calls that depend on where a tensor lies: in this process's memory (the *host*'s), or on a GPU.
 
 Tensors of a GPU are communicated through the arena. Its pages are pinned for that, so that the GPU copies from and to
-them by itself. What is submitted is copied on a stream of its own, beside the backward pass that goes on meanwhile, and
-whoever submits waits until that has been done. What comes back is copied on the current stream, and nobody waits, since
-what the script does with it comes later on that stream.
+them by itself. Submitted tensors are copied on a stream of their own, beside the backward pass that goes on meanwhile,
+and the submitter waits until that has been done. Results are copied on the current stream, without a wait, since
+the script's use of them comes later on that stream.
 
 All of it is in one object, `layer`, which a test replaces on machines without a GPU.
 """
@@ -57,7 +57,7 @@ class Copying:
             time.sleep(seconds)
 
     def precede(self) -> None:
-        """Has what is queued on the current streams from now on come after them."""
+        """Makes later work of the current streams wait for them."""
         for event in self.events:
             torch.cuda.current_stream(event.device).wait_event(event)
 
@@ -134,7 +134,7 @@ class Layer:
                 self._under_way.append(copying)
 
     def mark(self, *tensors: torch.Tensor, using: Sequence[torch.Tensor] = ()) -> Copying:
-        """Returns what has been done when the current streams of these tensors' devices have come as far as now.
+        """Returns an event that is over when the current streams of these tensors' devices have come as far as now.
 
         Args:
             using: tensors that this work uses, to be kept alive until then.
@@ -160,7 +160,7 @@ class Layer:
             yield
 
     def sweep(self) -> None:
-        """Lets go of what has been copied."""
+        """Lets go of copied tensors."""
         if self._under_way:
             with self._keeping:
                 while self._under_way and self._under_way[0].done():
@@ -174,7 +174,7 @@ class Layer:
             copying.wait()
 
     def start(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Copying:
-        """Does what `copy` does, but leaves it to the caller to keep the tensors."""
+        """Copies as `copy` does, but leaves it to the caller to keep the tensors."""
         streams: dict[torch.device, torch.cuda.Stream] = {}
         used: list[torch.Tensor] = []
         for destination, tensor in zip(to, source, strict=True):
@@ -199,7 +199,7 @@ class Layer:
         return torch.cuda.current_stream(tensor.device) if tensor.device.type == "cuda" else None
 
     def follow(self, streams: Iterable[torch.cuda.Stream]) -> None:
-        """Has what is queued on the current stream of each device from now on come after what these streams have."""
+        """Makes later work of the current stream of each device wait for the work on these streams."""
         for stream in set(streams):
             current = torch.cuda.current_stream(stream.device)
             if current != stream:
@@ -237,15 +237,16 @@ class Layer:
 
 
 def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Returns an event after what a stream has now. Who waits for it sleeps, where CUDA would have it spin."""
+    """Returns an event after the present work of a stream. A wait for it sleeps, where CUDA's own would spin."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
 def as_here() -> Callable[[], None]:
-    """Returns what gives another thread the current device of this one. Threads begin with the first device, and when a
-    thread goes back to that from the stream of another one, CUDA makes a context on it, of some hundred MiB."""
+    """Returns a context that gives another thread the current device of this one. Threads begin with the first device,
+    and when a thread goes back to that from the stream of another one, CUDA makes a context on it, of some hundred
+    MiB."""
     where = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def set_it() -> None:

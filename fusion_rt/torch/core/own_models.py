@@ -35,7 +35,7 @@ class OwnModel:
 
 
 def warn() -> None:
-    """Warns, on rank 0, of models of which nobody else has had a part, and forgets all."""
+    """Warns, on rank 0, of models of which no other rank has had a part, and forgets all."""
     alone = [own for own in OwnModel.all if own.steps and not own.shared]
     OwnModel.all.clear()
     for own in alone if runtime().rank == 0 else []:

@@ -247,5 +247,5 @@ def _find(ranks: tuple[int, ...]) -> int | None:
 
 
 def _of_all_ranks() -> list[topology.ProcessSet]:
-    """Returns what all ranks know: process sets, and no groups, which only their members know."""
+    """Returns the process sets that all ranks know: no groups, which only their members know."""
     return [known for known in runtime().client.process_sets.values() if known.id < wire.GROUPS]

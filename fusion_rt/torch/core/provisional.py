@@ -1,5 +1,5 @@
 """The membership of a worker of an elastic job that begins while the others train, until it has a place among them; and
-a warning at the start of such a job of what these workers cannot do."""
+a warning at the start of such a job of the limits of these workers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ProvisionalClient:
         return {}
 
     def load_state(self, *what: object, **how: object) -> None:
-        """Loads nothing: this worker gets what others have when it comes to them."""
+        """Loads nothing: this worker gets the others' state when it comes to them."""
 
     def start_timeline(self, *what: object) -> str:
         """Starts nothing; returns no reason why not."""

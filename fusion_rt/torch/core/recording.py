@@ -44,7 +44,7 @@ class _Passes:
 
     Attributes:
         trace, step: where they are recorded, and as part of which step.
-        recorder: returns who has recorded the latest step, while it lives.
+        recorder: returns the recorder of the latest step, while it lives.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class ScriptSteps:
 
 
 def _on_gpus() -> int:
-    """Returns the bytes that torch's allocator holds on GPUs: what others cannot have, in use or not."""
+    """Returns the bytes that torch's allocator holds on GPUs, out of others' reach, in use or not."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))

@@ -38,7 +38,7 @@ class Runtime:
         client: the connection to the daemon; in a forked child, something that refuses every use.
         pending: operations whose handles the script holds, by handle.
         allocating: held by whoever allocates in the arena or collects.
-        retired: arena segments of plans that nobody uses any more; noted by finalizers, released by `collect`.
+        retired: arena segments of plans that are not used any more; noted by finalizers, released by `collect`.
         where: this worker's place, from its environment.
         daemon: the one that this worker started, if it did.
         in_node: reductions with other ranks of this node, which have to tell them when this one leaves.
@@ -82,7 +82,7 @@ class Runtime:
         return f"optimizer.{self._groups[process_set]}", f"{parameters}.{self._alike[process_set, parameters]}"
 
     def collect(self) -> None:
-        """Releases memory that nobody uses any more: of plans, of tensors that were adopted, and where results were."""
+        """Releases memory that is not used any more: of plans, of tensors that were adopted, and where results were."""
         device.layer.sweep()
         self.client.adoptions.sweep()
         while self.retired:

@@ -20,7 +20,7 @@ class Selector(Protocol):
         out, and copies them to the host, with whether all of it could be added.
 
         Args:
-            at_once: what is queued next may change the residual; otherwise `finish` may have to finish the step.
+            at_once: work queued next may change the residual; otherwise `finish` may have to finish the step.
         """
 
     def ready(self) -> bool:
@@ -37,7 +37,7 @@ class Side(Protocol):
         """A context in which work on tensors is queued where selections are."""
 
     def follow(self) -> None:
-        """Orders work that is queued there from now on after what is queued for training."""
+        """Orders later work there after the work queued for training."""
 
     def zeros(self, n: int) -> torch.Tensor:
         """Makes a tensor of zeros, float32 [n], which are written there."""

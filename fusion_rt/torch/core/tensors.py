@@ -76,8 +76,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 class Memory:
     """Memory that an operation's data is put into before it is submitted, and where a reduction leaves its result.
 
-    It is a region of the arena, given back when nothing looks into it any more. What is small enough to travel in
-    messages gets ordinary memory.
+    It is a region of the arena, given back when nothing looks into it any more. A tensor that is small enough to travel
+    in messages gets ordinary memory.
 
     Args:
         nbytes: how much.
@@ -112,7 +112,7 @@ class Memory:
     def submit(
         self, here: Runtime, name: str | None, signature: wire.Signature, splits: tuple[int, ...] = ()
     ) -> Operation:
-        """Submits an operation on what has been put into it."""
+        """Submits an operation on its contents."""
         if self.place is None:
             return here.client.submit(name, signature, inline=bytes(self.view), splits=splits)
         return here.client.submit(name, signature, place=self.place, splits=splits)
@@ -204,7 +204,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_turned(tensor: torch.Tensor) -> bool:
-    """Tells whether reading the tensor negates or conjugates what is in its memory, as it does in `t.conj().imag`."""
+    """Tells whether reading the tensor negates or conjugates its memory, as it does in `t.conj().imag`."""
     return tensor.is_neg() or tensor.is_conj()
 
 

@@ -1,4 +1,4 @@
-"""The hooks that tell of a module that is about to use, save or load its parameters, and those who are told.
+"""The hooks that tell of a module that is about to use, save or load its parameters, and their listeners.
 
 `DistributedOptimizer` gets parameters and not modules, so torch's hook on *all* modules' forward passes is used, and
 only while somebody waits for one. What modules keep of this are functions of this module: a hook that is a method would
@@ -32,10 +32,10 @@ class Watcher(Protocol):
         """Called before a module's own parameters are overwritten."""
 
     def finish(self) -> None:
-        """Applies what waits. Raises `HorovodInternalError` if its reduction failed."""
+        """Applies the waiting update. Raises `HorovodInternalError` if its reduction failed."""
 
     def finish_or_drop(self) -> None:
-        """Applies what waits, or warns that its reduction failed."""
+        """Applies the waiting update, or warns that its reduction failed."""
 
 
 _watchers: dict[int, Watcher] = {}  # by serial number, so that all ranks have them in one order

@@ -7,7 +7,7 @@ complete together.
 
 Names pair the operations of different ranks. A named operation may be under way once at a time; unnamed ones are paired
 in the order in which each rank submits them. Ranks that do not agree about shape, dtype, op or root all get a
-`HorovodInternalError` that says who submitted what.
+`HorovodInternalError` that names the submissions of each rank.
 
 A call that is wrong by itself (a scalar to gather, splits that do not add up, a process set that this rank is not in)
 raises `ValueError` on this rank before anything is submitted.

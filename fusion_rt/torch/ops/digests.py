@@ -50,7 +50,7 @@ class Digests:
         self.due = 0
 
     def note(self, step: int, name: str, alike: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Compares tensors, or looks at what others have, if that is due. Warns of ranks that differ, once.
+        """Compares tensors, or looks at the others' digests, if that is due. Warns of ranks that differ, once.
 
         Args:
             step: how many exchanges there were in this membership, or since all ranks have joined (`hvd.join`); the
@@ -91,7 +91,7 @@ class Digests:
             self._look()
 
     def _look(self) -> None:
-        """Looks at what was gathered last."""
+        """Looks at the last gathered digests."""
         assert self._asked is not None
         (handle, since, names), self._asked = self._asked, None
         try:

@@ -24,7 +24,7 @@ def differentiable(
     Args:
         kind: of the operation.
         run: the operation on these tensors; returns a tensor, or a tuple of them.
-        back: called with the gradients of what `run` has returned; returns those of the tensors.
+        back: called with the gradients of the results of `run`; returns those of the tensors.
 
     Raises:
         ValueError: one of the tensors is something else.

@@ -1,6 +1,6 @@
 """Python objects, from one rank to all or from all to all.
 
-Objects travel pickled, between the workers of one job and nobody else: the daemon, and whoever could reach it over a
+Objects travel pickled, between the workers of one job only: the daemon, and whoever could reach it over a
 network, never unpickles anything.
 """
 

@@ -100,7 +100,7 @@ def id_of(here: Runtime, process_set: ProcessSet, kind: str) -> int:
 
 
 def check_tensor(value: object, kind: str) -> None:
-    """Raises `ValueError`, with the remedy, for what is no tensor."""
+    """Raises `ValueError`, with the remedy, for values that are no tensors."""
     if isinstance(value, torch.Tensor):
         return
     what = type(value).__name__

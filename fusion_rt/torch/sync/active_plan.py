@@ -124,7 +124,7 @@ class ActivePlan:
 
     @property
     def is_asked_for(self) -> bool:
-        """True if a plan has been proposed, and nobody has waited for it yet."""
+        """True if a plan has been proposed, and has not been waited for yet."""
         return self._proposed is not None
 
     def is_proposed_in_vain(self) -> bool:
@@ -214,7 +214,7 @@ class ActivePlan:
         return self.here.next_group(self._options.process_set.process_set_id, digest)
 
     def _spec(self, slot: Slot, value: torch.Tensor | None) -> wire.TensorSpec:
-        """Makes the spec with which a slot is proposed. `value`: what is posted of it, if it is known."""
+        """Makes the spec with which a slot is proposed. `value`: the one posted of it, if it is known."""
         options = self._options
         sparse = value.sparse_dim() if value is not None and value.is_sparse and not options.sparse_as_dense else 0
         if options.compressor is None:

@@ -1,10 +1,10 @@
-"""Backward passes: which optimizers' gradients the one that runs computes, and what is done when it ends.
+"""Backward passes: which optimizers' gradients the one that runs computes, and the work at its end.
 
-Autograd calls what was queued for a graph task when it has run all of it, before `backward()` returns. A backward pass
+Autograd runs the callbacks of a graph task when it has run all of it, before `backward()` returns. A backward pass
 may run within a node of another one, as `torch.utils.checkpoint(use_reentrant=True)` does; it ends with the outer one.
 
-Of a pass that raises nobody is told: autograd drops what was queued. Hence nothing else keeps a `BackwardPass` alive,
-and whoever took part in a pass that is gone knows that it has failed.
+A pass that raises has no notice of its end: autograd drops its callbacks. Hence nothing else keeps a `BackwardPass`
+alive, and whoever took part in a pass that is gone knows that it has failed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BackwardPass:
         self.participants: list[Schedule] = []
 
     def __call__(self) -> None:
-        """Called when autograd has run the whole graph. Raises what participants raise, out of `backward()`."""
+        """Called when autograd has run the whole graph. Raises exceptions of participants, out of `backward()`."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             self._end_with_outer(node)
@@ -115,7 +115,7 @@ def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
 
 
 def running() -> BackwardPass:
-    """Returns the backward pass that calls this from a hook. Raises `ValueError` if nobody would be told of its end."""
+    """Returns the backward pass that calls this from a hook. Raises `ValueError` if its end would go unnoticed."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "in_compiled_autograd_region", False):
         raise ValueError(

@@ -42,7 +42,7 @@ def named_tensors(
 
     Raises:
         ValueError: `params` has something else.
-        HorovodInternalError: what waits has failed, on all ranks.
+        HorovodInternalError: the waiting update has failed, on all ranks.
     """
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = list(sorted(params.items()))
@@ -175,7 +175,7 @@ class Item:
         self._told: Any = None
 
     def tell(self) -> Any:
-        """Returns, on the root, what is not a tensor."""
+        """Returns, on the root, the parts that are no tensors."""
         return self._give()
 
     def tensors(self, told: Any, is_root: bool) -> list[tuple[str | None, torch.Tensor]]:
@@ -184,11 +184,11 @@ class Item:
         return []
 
     def take(self) -> None:
-        """Takes what has come."""
+        """Takes the received parts."""
         self._put(self._told)
 
     def keep(self) -> None:
-        """Takes what this rank has itself, where others take the same: an object may have to deal something anew, among
+        """Takes this rank's own parts, where others take the same: an object may have to deal something anew, among
         other ranks than those for which it did so last."""
         self._put(self._give())
 
@@ -275,7 +275,7 @@ class OptimizerState(Nested):
 
 
 def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device | str:
-    """Returns the device for what is on one at the root."""
+    """Returns the device for a tensor that is on one at the root."""
     return next((tensor.device for tensor in tensors if not tensor.is_cpu), "cpu")
 
 

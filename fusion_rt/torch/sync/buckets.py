@@ -54,7 +54,7 @@ class BucketIO:
     """Rules for moving values from parameters into buckets, and results back.
 
     Attributes:
-        rule: what is sent of each parameter, and the use of the answer.
+        rule: the value sent of each parameter, and the use of the answer.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         schedule: asked for the terms of a step.
     """
@@ -121,7 +121,7 @@ class Bucket:
     Attributes:
         sparse: the gradient of its one parameter is sparse; see `sparse_gradients.py`.
         index: as above, in its plan.
-        stages: what it goes through in place of `fill`; the first one that is due counts. None for the plain way.
+        stages: those that it goes through in place of `fill`; the first one that is due counts. None for the plain way.
         stage: the one by which it was sent last, or will be if it never was; None: the plain way.
         missing: how many of its slots still wait for their gradient in this step.
         patient: it is sent at the end of the backward pass, which computes one of its gradients in parts.
@@ -129,9 +129,10 @@ class Bucket:
         flush: why it is sent when it is.
         urgency: the less, the sooner its result is needed.
         nbytes: its size.
-        owed: first elements, and values (1-D) to be added from there on, times the loss scale, to what is sent next.
+        owed: first elements, and values (1-D) to be added from there on, times the loss scale, to the next
+            contribution.
         direct: results stay where they are, since that is where `p.grad` is.
-        copying: what is sent is on its way to the arena, and then to be submitted.
+        copying: the contribution is on its way to the arena, and then to be submitted.
         weight: how much these parameters count in a mean of all ranks, since the last answer of their home.
     """
 
@@ -264,7 +265,7 @@ class Bucket:
         self._trace.record(_COPY_END, self._label, 0, clock, plan)
 
     def add_owed(self, whole: torch.Tensor) -> None:
-        """Adds what is owed to all of the bucket's values (1-D), in the arena or elsewhere."""
+        """Adds owed values to all of the bucket's values (1-D), in the arena or elsewhere."""
         for start, value in self.owed:
             whole[start : start + len(value)].add_(value.to(whole.device), alpha=self.io.schedule.loss_scale)
 
@@ -284,14 +285,14 @@ class Bucket:
         return True
 
     def submit(self) -> None:
-        """Adds what is owed to the values in the arena, and submits them."""
+        """Adds owed values to the values in the arena, and submits them."""
         if self.owed:
             self.add_owed(self.flat)
             self.owed.clear()
         self.announce()
 
     def announce(self, said: wire.Ready | None = None, share: int = _OWN, asks_for_part: bool = False) -> None:
-        """Sends the message that says what this worker contributes.
+        """Sends the message that describes this worker's contribution.
 
         Args:
             said: its terms; None: those of the schedule.

@@ -7,11 +7,11 @@ apart by tensor, and put together for the buckets of another plan:
 - *residuals* (and velocities, of codecs with momentum correction), whether of a node's part of an all-reduce or of
   what its workers send to homes: gradients that have not been sent. Anybody may send them, so all that counts is that
   each is in one place. Those of several workers are added up.
-- what is the same on all nodes (`common`), such as a codec's number of steps.
-- *homes* of shards: the value, what the algorithm remembers by element, and the optimizer's state. Versions and clocks
-  begin anew, and what is kept for single ranks, who have other numbers then, is left behind.
+- the state that is the same on all nodes (`common`), such as a codec's number of steps.
+- *homes* of shards: the value, the algorithm's memory by element, and the optimizer's state. Versions and clocks
+  begin anew, and state of single ranks, which have other numbers then, is left behind.
 
-Replicas are their workers' own, and begin anew with what the workers have.
+Replicas are their workers' own, and begin anew with the workers' parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CarriedState:
         common: `BUCKET:KEY`, as the daemon saves it.
         buckets: of codecs' tensors, whose state has to be given back bucket by bucket.
         homes: of each tensor, by entry: `value` and `aux/NAME` (1-D), `optimizer/NAME`.
-        meant: what residuals and velocities are meant for.
+        meant: the units of residuals and velocities.
         total: the sums of all nodes' residuals and velocities, if they were handed over before some nodes left; then
             those of single nodes do not count.
     """
@@ -58,7 +58,7 @@ class CarriedState:
 
 
 def collect(state: Mapping[str, Array], plan: wire.Plan | None, meant: Meant | None = None) -> CarriedState:
-    """Takes apart what a node's daemon has saved of a plan.
+    """Takes the saved state of a node's daemon for a plan apart.
 
     Args:
         plan: the active one; None if there was none yet.
@@ -121,7 +121,7 @@ def codec_state(common: CarriedState, residuals: Arrays, velocities: Arrays, siz
     Args:
         common: the state that all nodes start from.
         residuals, velocities: this node's. Where it has none they are zero, so that all nodes' states are of one form.
-        sizes: elements of each tensor; what is of no tensor, or of another size, is left out.
+        sizes: elements of each tensor; state of no tensor, or of another size, is left out.
     """
     state = dict(common.common)
     for tensor, bucket in common.buckets.items():
@@ -148,7 +148,7 @@ def sender_state(bucket: wire.Bucket, rank: int, residuals: Arrays, velocities: 
 
 
 def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], values: Mapping[str, Array]) -> Arrays:
-    """Returns the state that the home of a bucket loads; empty if nobody has any of its tensors.
+    """Returns the state that the home of a bucket loads; empty if no rank has any of its tensors.
 
     Args:
         ranks: how many take part.

@@ -60,9 +60,9 @@ class Checkpoint:
 
     Attributes:
         remembers: daemons keep something.
-        codec: of what is exchanged.
+        codec: of the exchange.
         units: in which that is.
-        converts: daemons are told of units, since codecs remember what is applied later.
+        converts: daemons are told of units, since residuals are applied later.
         outlives: shards outlive the loss of a rank or a node, as of their last update; the same on all ranks.
     """
 
@@ -86,7 +86,7 @@ class Checkpoint:
             warnings.warn(f"FUSION_MIRROR_SHARDS=update mirrors shards at commits alone here: {why}", stacklevel=2)
 
     def use(self, codec: str) -> None:
-        """Switches to a codec; daemons keep what another one remembered."""
+        """Switches to a codec; daemons keep the memory of another one."""
         if codec == self.codec:
             return
         before, self.codec = self.converts, codec
@@ -108,7 +108,7 @@ class Checkpoint:
         return self._owed.pop(name, None)
 
     def move(self) -> None:
-        """Carries homes, and what their workers have not sent, over to the next plan, which has other buckets. An
+        """Carries homes, and their workers' residuals, over to the next plan, which has other buckets. An
         operation on all ranks, when nothing is under way."""
         if not self._at_shards:
             return
@@ -228,7 +228,7 @@ class Checkpoint:
         self.units.resume(meant)
 
     def _converted(self, state: Mapping[str, Any], meant: Meant) -> dict[str, Any]:
-        """Returns a saved state with what an all-reduce's codecs remember in today's unit."""
+        """Returns a saved state with the memory of an all-reduce's codecs in today's unit."""
         factor = 1.0 if self._homes else self.units.conversion(meant)
         kinds = tuple(f"{kind}/" for kind in NODE_TENSORS)
         return {
@@ -344,11 +344,11 @@ class Checkpoint:
         return carried.collect(kept, plan), carried.collect(mirrored, plan).homes
 
     def resume(self, homes: Mapping[str, carried.Arrays], mine: CarriedState) -> list[str]:
-        """Goes on from what shards had, in a new membership epoch. To be called on all ranks.
+        """Goes on from the state of shards, in a new membership epoch. To be called on all ranks.
 
         Args:
             homes: of all tensors, the same on all ranks.
-            mine: what this rank has recalled.
+            mine: the state that this rank has recalled.
 
         Returns:
             Names of tensors that are missing. If there are any, nothing is done.
@@ -363,7 +363,7 @@ class Checkpoint:
         return []
 
     def settle(self, common: CarriedState, mine: CarriedState, loads: bool) -> None:
-        """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.
+        """Goes on, in a new membership epoch, from carried state. To be called on all ranks.
 
         Args:
             common: the state that is the same on all of them: `common`, `buckets`, `homes` and `meant` count.
@@ -437,7 +437,7 @@ def why_only_at_commits(options: Options) -> str:
 
 
 def _forget(where: Where) -> None:
-    """Has this node's daemon forget what its codecs remember: it belongs to steps that are taken again."""
+    """Has this node's daemon forget the memory of its codecs: it belongs to steps that are taken again."""
     with where.here.allocating:
         where.here.client.load_state(where.process_set, where.group, {})
 

@@ -1,13 +1,13 @@
 """Exchanges that a loss leaves unfinished, where the ranks that are left go on in their loops.
 
-An *exchange* is what optimizers exchange at one time: in a backward pass, or in a `step()`. All ranks that train by one
-script have the same exchanges in the same order, and here they have numbers. When a rank is lost, some of the others
-may have the results of the last one, and some not: nobody completes the next before all have given their part to it, so
-they are at most one apart. Then the first number that nobody has completed, and what was begun after it, is *left out*
-on all ranks: parameters and optimizers stay as they are. A rank that is one behind is healed before (`elastic`), and
-when its script comes to a number that is left out, it exchanges nothing.
+An *exchange* is all that optimizers exchange at one time: in a backward pass, or in a `step()`. All ranks that train by
+one script have the same exchanges in the same order, and here they have numbers. When a rank is lost, some of the
+others may have the results of the last one, and some not: no rank completes the next before all have given their part
+to it, so they are at most one apart. Then the first number that no rank has completed, and those begun after it, are
+*left out* on all ranks: parameters and optimizers stay as they are. A rank that is one behind is healed before
+(`elastic`), and when its script comes to a number that is left out, it exchanges nothing.
 
-Nobody counts outside of `elastic.run`'s function, where `exchanges.survive` is None.
+There are no numbers outside of `elastic.run`'s function, where `exchanges.survive` is None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Exchange:
 
     Attributes:
         is_done: it has ended well, or was left out.
-        known: by part what became of the results on other ranks, where this one has been healed.
+        known: by part the outcome of the results on other ranks, where this one has been healed.
     """
 
     def __init__(self, number: int, parts: Sequence[Schedule]) -> None:
@@ -44,7 +44,7 @@ class Exchanges:
     Attributes:
         survive: called after a loss, with the error and the exchange that failed; has the membership changed and the
             ranks agree when it returns. It raises `HorovodInternalError` if this rank's function has to be left. None
-            where nobody survives in place.
+            where ranks do not survive in place.
         begun, completed: numbers of the last exchange that has begun, and of the last before which all have ended.
         left_out: no rank exchanges anything up to this number.
         last: the parts of the last one that has ended well.
@@ -139,7 +139,7 @@ class Exchanges:
         self.end(exchange)
 
     def note_given_up(self) -> None:
-        """Notes that a rank has given a step up: until the next commit nobody can tell which numbers mean the same."""
+        """Notes that a rank has given a step up: until the next commit it is not known which numbers mean the same."""
         self.is_uncertain = True
 
 

@@ -6,7 +6,7 @@ adds gradients to it, and selects the elements to send, so that only those are c
 knows how to do with residuals (keep them through new plans, save and load them) it goes on doing: for that, residuals
 move to the daemon (`lay_down`), and back before the next step.
 
-It computes what `codecs.topk` does, in the same order, so that results and residuals are the same bits (but for `clip`,
+It computes as `codecs.topk` does, in the same order, so that results and residuals are the same bits (but for `clip`,
 whose norm is added up in another order, and for what is left after a step that is undone, which is as near). All but
 the selection itself is done with torch, on any device; see `Side`.
 """
@@ -91,8 +91,8 @@ class BucketSelection(device.Copying):
         Args:
             gradient: of the whole bucket, on the device, float32, zeros between tensors; may be scaled. It stays
                 as it is from then on until `correct`.
-            factors: by what the residual of each tensor is multiplied first, if any.
-            loss_scale: by which the gradient is multiplied, and what is remembered and selected is not.
+            factors: of the residual of each tensor, applied first, if any.
+            loss_scale: of the gradient; residual and selection are without it.
         """
         if loss_scale != 1.0:
             gradient.mul_(1 / loss_scale)
@@ -150,8 +150,8 @@ class BucketSelection(device.Copying):
             self._under_way = False
 
     def correct(self) -> None:
-        """Ends the step: adds what the daemon has not sent of the selection to the residual again. Where it is undone,
-        residual and velocity become what they were, as exactly as float32 adds up."""
+        """Ends the step: adds the unsent part of the selection to the residual again. Where it is undone,
+        residual and velocity become those of before, as exactly as float32 adds up."""
         if not self._owes:
             return
         given, self._owes, self._given = self._given, False, None
@@ -182,14 +182,14 @@ class BucketSelection(device.Copying):
         self.correct()
 
     def _mark(self, *using: torch.Tensor) -> device.Copying:
-        """Keeps what is queued beside training now, and the tensors and the tray that it uses, until it is done."""
+        """Keeps the work queued beside training now, with its tensors and tray, until it is done."""
         with self._side.beside():
             marked = device.layer.mark(self._residual, using=[self._verdict, *using])
         device.layer.keep(marked)
         return marked
 
     def _undo(self, gradient: torch.Tensor) -> None:
-        """Subtracts what selectors added; see `kernels.selection.withdraw`."""
+        """Subtracts the selectors' sums; see `kernels.selection.withdraw`."""
         step = gradient
         added = torch.isfinite(gradient)
         if self._velocity is not None:
@@ -219,7 +219,7 @@ class BucketSelection(device.Copying):
         return found
 
     def take_from(self, state: Mapping[str, Array]) -> dict[str, Array]:
-        """Goes on from a saved state of this bucket. Returns what is left there: zeros."""
+        """Goes on from a saved state of this bucket. Returns the daemon's part: zeros."""
         left = {}
         for kind, tensor in self._memories():
             memory = np.zeros(self._layout.elements, np.float32)
@@ -242,7 +242,7 @@ class BucketSelector(Stage):
 
     Args:
         selections: say whether this worker selects in this step.
-        memory: its residual, and what selects from it.
+        memory: its residual, and the selector from it.
         starts: the first element of each of its parameters.
         prescale: gradients are multiplied by it.
         headroom: the sum of the node's ranks is divided by it; see `codecs.averages`.
@@ -269,7 +269,7 @@ class BucketSelector(Stage):
         return self._selections.here
 
     def start(self, bucket: Bucket) -> device.Copying:
-        """Queues a step with this step's gradients, and what is owed."""
+        """Queues a step with this step's gradients, and owed values."""
         self._copies.follow_gradients(bucket)
         gradient = self._gradient
         if gradient is None:
@@ -352,7 +352,7 @@ class Selections:
     Attributes:
         buckets: that select, by index.
         here: their residuals are here, and not in the daemon; this worker selects in this step.
-        led: another worker of this node does; what its daemon remembers is for that one to load.
+        led: another worker of this node does; the daemon's memory is for that one to load.
     """
 
     def __init__(self, compressor: Any, allowed: bool) -> None:

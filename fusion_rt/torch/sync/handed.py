@@ -43,7 +43,7 @@ class HandedSlot(Slot):
 
 
 class GivenGradients(UpdateRule):
-    """Sends what was handed over, and the answer replaces it."""
+    """Sends the handed gradients, and the answer replaces them."""
 
     def value(self, slot: Slot) -> torch.Tensor | None:
         return cast(HandedSlot, slot).given
@@ -117,7 +117,7 @@ class HandedOver(Schedule):
                     sync.advance(slot.bucket)
 
     def end(self) -> None:
-        """Sends what is left of this step, and waits until results have replaced all that was given.
+        """Sends the rest of this step, and waits until results have replaced all gradients.
 
         Raises:
             HorovodInternalError: an exchange failed, on all ranks.
@@ -194,7 +194,7 @@ def options_for(codec: str, process_set: ProcessSet) -> Options:
 
 
 def handed_over(options: Options, tensors: HandedTensors, owner: object) -> HandedOver:
-    """Makes what exchanges handed gradients.
+    """Makes the synchroniser of handed gradients.
 
     Args:
         options: of `options_for`.

@@ -199,7 +199,7 @@ class InBackward(Schedule):
 
     def _pass_has_failed(self) -> None:
         """Handles a backward pass that has raised, while the script goes on. If gradients were to be reduced at its
-        end, this rank cancels the step for all ranks; else the pass counts, and nobody has to know.
+        end, this rank cancels the step for all ranks; else the pass counts, and no rank has to know.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -225,7 +225,7 @@ class InBackward(Schedule):
         return any(id(slot.parameter) in leaves for slot in self.sync.slots)
 
     def _give_up(self) -> str:
-        """Lets this step fail on all ranks: what was sent is over when this returns. Returns why."""
+        """Lets this step fail on all ranks: its operations are over when this returns. Returns why."""
         error, sync = sys.exc_info()[1], self.sync
         exchanges.note_given_up()
         what = "an exception" if error is None else quoted(f"{type(error).__name__}: {error}")[:_MOST]
@@ -363,11 +363,11 @@ class InBackward(Schedule):
             self.passes_left = passes
 
     def _submit(self) -> None:
-        """Sends what has not been sent of this step. Raises as `Synchroniser.submit`."""
+        """Sends the unsent rest of this step. Raises as `Synchroniser.submit`."""
         self.sync.submit()
 
     def _reduce(self) -> None:
-        """Reduces what has not been sent yet, and waits until every `p.grad` is the reduced gradient."""
+        """Reduces the unsent rest, and waits until every `p.grad` is the reduced gradient."""
         if exchanges.survive is None:
             self._exchange()
         else:
@@ -408,7 +408,7 @@ class InBackward(Schedule):
         self._is_left_out, self._counts = True, False
 
     def note_known(self, outcome: Outcome) -> None:
-        """Has the script see what the other ranks have seen: a step, or gradients that are not finite."""
+        """Has the script see the same as the other ranks: a step, or gradients that are not finite."""
         self._set_gradients(math.inf if outcome is Outcome.REFUSED else 0.0)
         self._is_left_out, self._counts = outcome is Outcome.TAKEN, True
 

@@ -53,7 +53,7 @@ class InNode(Stage):
         return self._combining
 
     def _follow(self, bucket: Bucket, values: torch.Tensor) -> device.Copying:
-        """Starts to copy what this rank has of the node's sum (1-D) to the arena, or to select from it."""
+        """Starts to copy this rank's part of the node's sum (1-D) to the arena, or to select from it."""
         if self._selector is not None and self._selector.is_due():
             return self._selector.follow(bucket, values)
         place = self._node.mine(bucket.flat)

@@ -1,5 +1,5 @@
 """The stage of buckets whose values lie on a device: copies to the arena, and of results back; and the thread that
-submits what has been copied as soon as that has been done.
+submits buckets as soon as they have been copied.
 
 Hooks of a backward pass run ahead of the device, and a script may wait for it between two of them (`loss.item()`), or
 in front of `step()`. What has been copied meanwhile would be submitted after that, and nothing would be exchanged
@@ -112,7 +112,7 @@ def _are_together(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class Poster:
-    """Submits what has been copied, in order.
+    """Submits copied buckets, in order.
 
     Attributes:
         alone: to be held by whoever submits something else, or changes what the submitted depends on.
@@ -148,11 +148,11 @@ class Poster:
                 self._changed.notify()
 
     def finish(self) -> None:
-        """Waits for all copies, and submits what has been copied.
+        """Waits for all copies, and submits their buckets.
 
         Raises:
             HorovodInternalError: the job has failed.
-            RuntimeError: the device has, or what is done with its results before they are submitted.
+            RuntimeError: the device has failed, or the work on its results before they are submitted.
         """
         with self.alone:
             while self._queue:
@@ -161,7 +161,7 @@ class Poster:
                 raise self.failure
 
     def clear(self) -> None:
-        """Forgets what has not been submitted, and what went wrong."""
+        """Forgets buckets that have not been submitted, and errors."""
         with self.alone:
             self._queue.clear()
             self.used, self.failure = False, None
@@ -187,7 +187,7 @@ class Poster:
             return True
 
     def _try(self, pause: float) -> bool:
-        """Submits what is first, once it has been copied; or waits a while. Returns whether it is submitted."""
+        """Submits the first bucket, once it has been copied; or waits a while. Returns whether it is submitted."""
         with self.alone:
             head = self._queue[0] if self._queue else None
             copying = None if head is None else head.copying

@@ -21,7 +21,7 @@ class Options:
     Attributes:
         reduction: how the ranks' contributions are combined.
         process_set: the ranks that take part.
-        rule: what is sent of each parameter, and the use of the answer.
+        rule: the value sent of each parameter, and the use of the answer.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         sparse_as_dense: sparse gradients are reduced as dense ones.
         replanning: makes the object that replaces plans by others; None: plans are never replaced.

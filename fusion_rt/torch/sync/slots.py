@@ -1,6 +1,6 @@
-"""Slots: a parameter, its place in a bucket, and what is under way of it.
+"""Slots: a parameter, its place in a bucket, and its state in a step.
 
-A slot whose parameter is in this process's memory, and whose gradient nobody compresses here, is *direct*: `p.grad` is
+A slot whose parameter is in this process's memory, and whose gradient is not compressed here, is *direct*: `p.grad` is
 the place in the arena itself. What any other slot exchanges (a gradient on a device, what the script's compressor makes
 of one, a parameter or its change) is copied there before and from there afterwards.
 """
@@ -22,9 +22,9 @@ class GradientHooks(Protocol):
     """An object that is told of gradients.
 
     Attributes:
-        hears: autograd tells it; else somebody else hands gradients over.
+        hears: autograd tells it; else gradients are handed over.
         hears_before: autograd tells it also before it adds to a gradient.
-        own_gradients: `p.grad` stays this rank's own, and is not what is exchanged in place.
+        own_gradients: `p.grad` stays this rank's own, and is not exchanged in place.
     """
 
     hears: bool
@@ -35,7 +35,7 @@ class GradientHooks(Protocol):
         """Called when autograd is about to add to `p.grad`."""
 
     def arrived(self, slot: Slot) -> None:
-        """Called when autograd has added to `p.grad`, and the script's hooks have made of it what they do."""
+        """Called when autograd has added to `p.grad`, after the script's hooks."""
 
     def lose(self, slot: Slot) -> None:
         """Called when the parameter belongs to another optimizer from now on."""
@@ -56,7 +56,8 @@ class Slot:
         direct: `p.grad` may be the place in the arena itself.
         closed: `p.grad` is being reduced, or has been: autograd must not add to it.
         stream: on which its gradient was completed, if that is on a device and has not been sent yet; else None.
-        kept: what of `p.grad` has been reduced already, while autograd adds to it; the next result is added to that.
+        kept: the part of `p.grad` that has been reduced already, while autograd adds to it; the next result is added to
+            that.
         seen: number of the last backward pass that has completed its gradient.
         bucket: its bucket, or None while there is no plan.
         view: its place in the bucket, in the parameter's shape, and in this `order`; in the compressed gradient's
@@ -65,7 +66,8 @@ class Slot:
         sparse: how many sparse dimensions its gradient has; 0: it is dense, as far as is known.
         compressed, context: the compressor's output before there was a place for it, and its context for the end.
         start, velocity: where the parameter was after the last exchange, and the outer momentum, where these count.
-        moved: by how much `start` has moved since, while the parameter has not; or what is not to be posted again.
+        moved: by how much `start` has moved since, while the parameter has not; or the part that is not to be posted
+            again.
         posted: where the parameter was when its change was posted that is not answered yet, while steps go on.
         guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """
@@ -101,7 +103,7 @@ class Slot:
     def _hear(self, owner: GradientHooks) -> None:
         """Has autograd tell the owner of gradients.
 
-        That comes after what hooks of the script make of a gradient, whenever these were made: those on the parameter
+        That comes after the script's hooks, whenever these were made: those on the parameter
         are part of the node that adds to `p.grad`, and of that node's own hooks this one is the last.
         """
         self._adds = self._node()
@@ -124,7 +126,7 @@ class Slot:
             hooks[own] = hooks.pop(own)
 
     def _node(self) -> Any:
-        """Returns the node of autograd that adds to `p.grad`, which nobody else keeps alive."""
+        """Returns the node of autograd that adds to `p.grad`, which has no other owner."""
         with torch.enable_grad():  # a backward pass that finds a new parameter is without; torch 2.4 needs it
             return torch.autograd.graph.get_gradient_edge(self.parameter).node
 
@@ -156,7 +158,7 @@ class Slot:
         self._note()
 
     def check_kept(self, added: bool) -> None:
-        """Forgets what has been reduced if the script has changed `p.grad` since, which all is its own then.
+        """Forgets the reduced part if the script has changed `p.grad` since, which all is its own then.
 
         Args:
             added: autograd has added to it.
@@ -178,11 +180,11 @@ class Slot:
         self._noted = gradient, gradient._version
 
     def forget_kept(self) -> None:
-        """Forgets what has been reduced."""
+        """Forgets the reduced part."""
         self.kept = self._noted = None
 
     def split(self) -> None:
-        """Leaves in `p.grad` what has not been reduced, and sets the rest aside for the result to be added to."""
+        """Leaves the unreduced part in `p.grad`, and sets the rest aside for the result to be added to."""
         if self.closed:
             if not self.has_own():
                 reduced, self.parameter.grad = self.parameter.grad, None
@@ -205,7 +207,7 @@ class Slot:
         return self._taken is None or gradient is not self._taken()
 
     def add_kept(self) -> None:
-        """Adds what has been kept to the result."""
+        """Adds the kept part to the result."""
         kept, gradient = self.kept, self.parameter.grad
         self.forget_kept()
         if kept is None or gradient is None:
@@ -261,7 +263,7 @@ class Slot:
         return made
 
     def decompress(self, compressor: Any, result: torch.Tensor) -> torch.Tensor:
-        """Returns what the script's compressor makes of a result, in memory other than the arena's."""
+        """Returns a result after the script's compressor, in memory other than the arena's."""
         return torch.as_tensor(compressor.decompress(result.clone() if result is self.view else result, self.context))
 
     def _take_over(self) -> None:

@@ -42,7 +42,7 @@ class SparseBucket(Bucket):
         self._wait = self._rows_of_all = None
 
     def note_full(self) -> None:
-        """Records nothing: the operation records what becomes of it."""
+        """Records nothing: the operation records its outcome."""
 
     def fill(self) -> None:
         follow_streams(self.slots)

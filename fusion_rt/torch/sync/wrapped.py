@@ -150,7 +150,7 @@ class Wrapped(torch.optim.Optimizer):
     # --- in checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the script's optimizer's state. With a codec that remembers what it has not sent, this node's memory
+        """Returns the script's optimizer's state. With a codec that has a residual, this node's memory
         is under "fusion_rt", so that a checkpoint of each node (of one of its ranks) has to be kept. Where ranks take
         local steps, their number is there too; what is under way is waited for and taken, so save the model after
         this."""

@@ -1,6 +1,6 @@
 """Gradients that are under way when `step()` has returned, and their application.
 
-`step()` does not wait: it sends what has not been sent, and leaves each bucket as `PendingGradients`. Until these have
+`step()` does not wait: it sends the unsent rest, and leaves each bucket as `PendingGradients`. Until these have
 *landed*, which waits for the reduction and applies the update, nothing else may be written to the bucket's place in the
 arena, and its parameters have no gradient (`p.grad` is None), so that neither `zero_grad` nor the next backward pass
 can touch it.

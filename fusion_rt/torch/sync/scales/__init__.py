@@ -1,1 +1,1 @@
-"""The scales of gradients, and of what is remembered of them: learning rates, loss scales, weights of ranks."""
+"""The scales of gradients, and of residuals: learning rates, loss scales, weights of ranks."""

@@ -1,10 +1,10 @@
-"""The units in which daemons keep what codecs remember of one optimizer's gradients, and all that converts between
-these and what the script has. docs/design/algorithms.md, "Units of what is remembered", has the table.
+"""The units in which daemons keep the residuals of one optimizer's gradients, and the conversion between
+these and the script's. docs/design/algorithms.md, "Units of what is remembered", has the table.
 
-A *residual* and a *velocity* are sums of gradients. The script changes what such a number stands for:
+A *residual* and a *velocity* are sums of gradients. The script changes the meaning of such a number:
 
 - the *loss scale*: gradients leave in `backward()` times that. Codecs divide by it when a gradient comes, and multiply
-  results by it (`wire.Ready.loss_scale`), so that what they remember never has one. It would be as well to multiply all
+  results by it (`wire.Ready.loss_scale`), so that residuals never have one. It would be as well to multiply all
   that is remembered when the scale changes; but then thresholds and bounds (`clip`) would have to be, too, wherever
   there are some, and those of all ranks at the same time. For powers of two, which a `GradScaler` has, neither rounds.
 - the *learning rate*: a residual will be applied with the rate of then, so it is multiplied by old / new
@@ -68,7 +68,7 @@ class WithName(Protocol):
 
 
 class Units:
-    """The units of one optimizer's gradients, and of what is remembered of them.
+    """The units of one optimizer's gradients, and of their residuals.
 
     Args:
         trained: the parameters, and their learning rates.
@@ -134,12 +134,12 @@ class Units:
         return self._meant
 
     def resume(self, meant: Meant) -> None:
-        """Sets what is remembered was meant for; the next step compares learning rates with that."""
+        """Sets the units of remembered values; the next step compares learning rates with these."""
         self._seen, self._factors = None, {}
         self._meant = Meant(dict(meant.rates), dict(meant.peaks), meant.weight)
 
     def conversion(self, meant: Meant) -> float:
-        """Returns the factor of what was remembered for a rank's weight of then."""
+        """Returns the factor of values remembered with a rank's weight of then."""
         return meant.weight / self._weight() if meant.weight else 1.0
 
     def _weight(self) -> float:
@@ -154,7 +154,7 @@ def checked_scale(scale: float | None) -> float | None:
 
 
 def meant_in(saved: Mapping[str, Any]) -> Meant:
-    """Returns what the state in a checkpoint is meant for. Earlier versions saved rates only. Raises `KeyError`,
+    """Returns the units of the state in a checkpoint. Earlier versions saved rates only. Raises `KeyError`,
     `TypeError`, `ValueError` or `AttributeError` where it is no such state."""
     rates, peaks = saved["rates"], saved.get("peaks", {})
     return Meant(

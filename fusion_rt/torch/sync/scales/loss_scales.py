@@ -30,7 +30,7 @@ class Scaled(NamedTuple):
 
     Attributes:
         scaler: a reference to the `GradScaler`.
-        scale: returns by what.
+        scale: returns the factor.
     """
 
     scaler: weakref.ref[Any]
@@ -153,7 +153,7 @@ def _begins(loss: Scaled, gradient: torch.Tensor) -> None:
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """Returns the tensors in what a scaler has returned: one, or iterables of such."""
+    """Returns the tensors in a scaler's result: one, or iterables of such."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, (list, tuple)):
