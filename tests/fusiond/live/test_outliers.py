@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from fusion_trace.analyse.columns_of_spans import lower_middle_of_others
+from fusion_trace.analyse.stragglers import lower_middle_of_others
 from fusiond.live.rates import usual_of_others
 
 

@@ -17,9 +17,11 @@ from fusion_trace.read.span_columns import (
     Span,
     SpanSet,
     common,
+    distinct,
     joined,
     pair_columns,
     phase_columns,
+    run,
     union_of,
     without,
 )
@@ -141,3 +143,21 @@ def test_steps_and_traffic_of_seeded_jobs_are_those_of_their_operations_also_whe
                     sent.setdefault((chunk.source, chunk.target), []).append(chunk.nbytes)
         links = {(each.source, each.target): (each.nbytes, each.chunks) for each in traffic(operations(job), *job.span)}
         assert links == {link: (sum(sizes), len(sizes)) for link, sizes in sent.items()}
+
+
+@for_each("seed", range(20))
+def test_what_is_kept_by_its_run_is_what_is_kept_by_a_mask(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values = random.integers(0, 9, random.integers(0, 9))
+    kept = values > random.integers(0, 9)
+    assert values[run(kept)].tolist() == values[kept].tolist()
+
+
+def test_places_that_follow_each_other_are_a_slice() -> None:
+    assert run(np.array([False, True, True, False])) == slice(1, 3)
+    assert isinstance(run(np.array([True, False, True])), np.ndarray)
+
+
+@for_each(("values", "expected"), [([], True), ([3], True), ([1, 2, 5], True), ([5, 1, 2], True), ([1, 2, 1], False)])
+def test_values_are_distinct_in_any_order(values: list[int], expected: bool) -> None:
+    assert distinct(np.array(values, np.int64)) is expected

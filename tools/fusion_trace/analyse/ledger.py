@@ -10,7 +10,7 @@ waits for the result goes on. So every time in the trace is the sum of a few dur
 | lag | the daemon's answer, or the begin of a wait that came after it | the script goes on |
 | took | the last part of an operation is there, and those before it are through | the last rank is answered |
 
-`counterfactual.replay` adds them up again.
+`stragglers` adds them up again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.reader import Records
-from fusion_trace.analyse.columns_of_spans import Floats, Ints
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import SCRIPT
-from fusion_trace.read.span_columns import phase_columns, union_of
+from fusion_trace.read.span_columns import Floats, Ints, phase_columns, union_of
 
 SUBMIT, WAIT, END = 0, 1, 2
 _LOOK_BACK = 8  # operations before one, among which the last one that was through before it is sought

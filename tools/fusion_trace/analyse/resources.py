@@ -9,11 +9,10 @@ import numpy as np
 
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.reader import Records
-from fusion_trace.analyse.columns_of_spans import Carried, Floats, Ints, covered, distinct, paired, run
 from fusion_trace.analyse.ledger import Ledger, keys_of
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import KERNELS
-from fusion_trace.read.span_columns import matched, union_of
+from fusion_trace.read.span_columns import Floats, Ints, covered_by_group, distinct, matched, run, union_of
 
 PARTS_OF_DAEMON = ("hand-over", "start", "kernels", "taking", "answer")
 _Side = tuple[Ints, Floats, Records]
@@ -249,3 +248,60 @@ def _flights(sent: _Side, received: _Side) -> tuple[Ints, Floats, Floats, Floats
             found.append((of, begin, end, (mean / many)[of]))
     joined = [np.concatenate([each[place] for each in found]) for place in range(4)]
     return joined[0], joined[1], joined[2], joined[3]
+
+
+def order_in_group(group: Ints) -> Ints:
+    """Returns, for sorted group numbers, the place of each element within its group, from 0."""
+    places = np.arange(len(group))
+    if not len(group):
+        return places
+    first = np.r_[True, group[1:] != group[:-1]]
+    return places - np.maximum.accumulate(np.where(first, places, 0))
+
+
+def paired(group: Ints, begin: Floats, other: Ints, end: Floats) -> tuple[Ints, Floats, Floats]:
+    """Pairs the first begin of each group with its first end, and so on; those without a partner are left out.
+
+    Args:
+        group, begin: of each begin; other, end: of each end. In any order.
+
+    Returns: the groups, begins and ends of the pairs.
+    """
+    if not len(group) or not len(other):
+        return np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
+    a, b = np.lexsort((begin, group)), np.lexsort((end, other))
+    group, begin, other, end = group[a], begin[a], other[b], end[b]
+    most = int(max(order_in_group(group).max(), order_in_group(other).max())) + 1
+    _, left, right = np.intersect1d(
+        group * most + order_in_group(group), other * most + order_in_group(other), assume_unique=True,
+        return_indices=True,
+    )  # fmt: skip
+    return group[left], begin[left], end[right]
+
+
+def covered(group: Ints, begin: Floats, end: Floats, groups: int) -> Floats:
+    """Returns how long the union of each group's spans is; float64, of length `groups`."""
+    found = np.zeros(groups)
+    kept = end > begin
+    numbers, lengths = covered_by_group(group[kept], begin[kept], end[kept])
+    found[numbers] = lengths
+    return found
+
+
+class Carried:
+    """How much spans have carried, as a function of time: each carries its weight evenly from its begin to its end."""
+
+    def __init__(self, begin: Floats, end: Floats, weight: Floats) -> None:
+        slope = weight / np.maximum(end - begin, 1)
+        at = np.concatenate([begin, np.maximum(end, begin + 1)])
+        order = np.argsort(at, kind="stable")
+        self._at = at[order]
+        speed = np.cumsum(np.concatenate([slope, -slope])[order])
+        self._sum = np.concatenate([[0.0], np.cumsum(speed[:-1] * np.diff(self._at))]) if len(at) else np.zeros(0)
+
+    def within(self, begin: Floats, end: Floats) -> Floats:
+        """Returns how much of it was carried in each span from `begin` to `end`."""
+        if not len(self._at):
+            return np.zeros(len(begin))
+        found: Floats = np.interp(end, self._at, self._sum) - np.interp(begin, self._at, self._sum)
+        return found

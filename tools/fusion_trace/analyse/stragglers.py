@@ -1,9 +1,9 @@
 """`fusion-trace stragglers` says which rank, host or link is slow, why, and the loss of the others by it.
 
 Each rank, daemon and link is compared with the others of its kind in the same step. The part of its excess that is more
-than chance (`evidence`) is taken away, and the steps are added up again (`counterfactual`): by how much they would have
-been shorter is the loss. Of several at once, each gets the mean of its share in any order (its Shapley
-value), so that all of them together have cost as much as would be saved without all of them, and never more.
+than chance is taken away, and the steps are added up again: by how much they would have been shorter is the loss. Of
+several at once, each gets the mean of its share in any order (its Shapley value), so that all of them together have
+cost as much as would be saved without all of them, and never more.
 
 | cause | of a | measured in a step |
 | --- | --- | --- |
@@ -26,19 +26,19 @@ from math import factorial
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Role
-from fusion_trace.analyse import evidence
-from fusion_trace.analyse.columns_of_spans import Floats, Ints, lower_middle_of_others
-from fusion_trace.analyse.counterfactual import Suspect, replay
 from fusion_trace.analyse.gaps import unseen
-from fusion_trace.analyse.ledger import Ledger, ledger
+from fusion_trace.analyse.ledger import SUBMIT, WAIT, Ledger, ledger
 from fusion_trace.analyse.link_figures import Link, one_shaper
 from fusion_trace.analyse.resources import Resources, resources
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import operations
 from fusion_trace.read.rows import NEVER
+from fusion_trace.read.span_columns import Floats, Ints
 
 WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
 CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike
@@ -55,6 +55,13 @@ _THREADS = 2  # of a daemon that are busy at once: its event loop, and ZeroMQ's 
 _MOST_SUSPECTS = 32
 _MOST_COUNTED = 16  # of a kind: draws are not enough to tell smaller chances
 _MOST_AT_ONCE = 6  # between which costs are divided: 64 variants
+_WINDOW = 21  # steps of a running median
+_FAR = 3.5  # standard deviations
+_SMALL = 0.02  # of a step: less is never told from noise
+_DRAWS = 1999
+_MOST_BLOCKS = 1000
+_TO_SIGMA = 1.4826
+_OF_MEDIAN = 1.2533  # standard error of a median, in those of a mean
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,26 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Finding, ...]
     if book is None or len(book.steps) < 4:
         return ()
     return _Inquiry(trace, book, resources(trace, book)).findings()
+
+
+@dataclass(frozen=True, eq=False)
+class Suspect:
+    """Something that may be slow, and by how much in each event: ns, float64.
+
+    Attributes:
+        cause: compute, daemon, negotiation or wire.
+        column: of the ledger's ranks, or of the resources' nodes or links.
+        signal: its excess in each step, without chance; shape (s,).
+        own, lag: of a rank, the parts of its durations that would go; shape (e,). None: it is no rank.
+        took: of a daemon or link, the part of each operation's time that would go; shape (o,).
+    """
+
+    cause: str
+    column: int
+    signal: Floats
+    own: Floats | None = None
+    lag: Floats | None = None
+    took: Floats | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +183,7 @@ class _Inquiry:
         )
         usual = lower_middle_of_others(took)
         self.totals["compute"] = took, usual
-        found = evidence.signals(took - usual, book.lengths)
+        found = _signals(took - usual, book.lengths)
         if not found.any():
             return
         more = np.maximum(book.own - lower_middle_of_others(book.own), 0)
@@ -223,7 +250,7 @@ class _Inquiry:
             for each in (took, usual)
         ]
         self.totals[cause] = sums[0], sums[1]
-        found = evidence.signals(sums[0] - sums[1], self.book.lengths)
+        found = _signals(sums[0] - sums[1], self.book.lengths)
         # How a link is used matters a little: bursts are faster than streams, and who is last sends all at once.
         slow = found > 0
         found = found * ((sums[0] * slow).sum(0) > (1 + CLEARLY) * (sums[1] * slow).sum(0))
@@ -251,7 +278,7 @@ class _Inquiry:
         count = len(suspects)
         without = np.ones((count + 1, count), bool)
         without[np.arange(count), np.arange(count)] = False
-        ends = replay(self.book, self.used, suspects, without)
+        ends = _replay(self.book, self.used, suspects, without)
         later = ends[:-1] - ends[-1]
         costs = np.maximum(np.diff(later, axis=1, prepend=0), 0)
         found = []
@@ -282,7 +309,7 @@ class _Inquiry:
             if len(rest) < 2:
                 continue
             left = costs[:, rest]
-            likely = min(likely, evidence.chance(left, rest.index(column)) * min(len(rest), _MOST_COUNTED))
+            likely = min(likely, _chance(left, rest.index(column)) * min(len(rest), _MOST_COUNTED))
             sums = left.sum(0)
             others = float(np.delete(sums, rest.index(column)).max(initial=0.0))
             singular = singular or bool(costs[:, column].sum() >= SINGULAR * others)
@@ -348,7 +375,7 @@ class _Inquiry:
         subsets = np.array(list(product((False, True), repeat=len(divided))))
         suspects = [member for unit in divided for member in unit.members]
         of_unit = [place for place, unit in enumerate(divided) for _ in unit.members]
-        ends = replay(self.book, self.used, suspects, subsets[:, of_unit])[:, -1]
+        ends = _replay(self.book, self.used, suspects, subsets[:, of_unit])[:, -1]
         ends = np.maximum(ends, ends[0] - max(self.whole - self.least, 0.0))
         saved = {tuple(subset): float(ends[0] - end) for subset, end in zip(subsets.tolist(), ends, strict=True)}
         places = {id(unit): place for place, unit in enumerate(divided)}
@@ -361,7 +388,7 @@ class _Inquiry:
         took, usual = (each[:, [member.column for member in unit.members if member.cause == first.cause]].max(1)
                        for each in self.totals[first.cause])  # fmt: skip
         signal = np.max([member.signal for member in unit.members], 0)
-        slow = signal >= max(evidence.SMALL * np.median(book.lengths), 0.25 * np.percentile(signal[signal > 0], 90))
+        slow = signal >= max(_SMALL * np.median(book.lengths), 0.25 * np.percentile(signal[signal > 0], 90))
         if not slow.any():
             slow = signal >= signal.max() * 0.5
         alone = unit.node is None
@@ -379,7 +406,7 @@ class _Inquiry:
             of=len(book.steps),
             extra=round(float(np.median(signal[slow]))),
             most=round(float(signal[slow].max())),
-            every=evidence.period_of(book.steps[slow]),
+            every=_period_of(book.steps[slow]),
             typical=round(float(np.median(took[slow]))),
             usual=round(float(np.median(usual[slow]))),
             chance=unit.chance,
@@ -455,6 +482,224 @@ def _on_one_full_machine(processes: Sequence[Process]) -> bool:
     return wanted > there
 
 
+def lower_middle_of_others(values: NDArray[Any], together: int = 1) -> Floats:
+    """Returns the usual value of the others, by the rule of `fusiond.live.rates`, for each element of rows of
+    shape (n, q); NaN if q is 1.
+
+    Args:
+        together: how many may be slow for one reason.
+    """
+    count = values.shape[1]
+    if count < 2:
+        return np.full(values.shape, np.nan)
+    order = np.argsort(values, axis=1, kind="stable")
+    ordered = np.take_along_axis(values, order, 1)
+    place = np.empty_like(order)
+    np.put_along_axis(place, order, np.broadcast_to(np.arange(count), values.shape), 1)
+    k = max(0, min((count - 2) // 2, count - 1 - together))
+    return np.where(place > k, ordered[:, k : k + 1], ordered[:, k + 1 : k + 2])
+
+
 def document(trace: JobTrace, found: Sequence[Finding]) -> dict[str, object]:
     """Returns what `--json` shows; all times in ns."""
     return {"job": trace.job, "stragglers": [asdict(finding) for finding in found], "problems": list(trace.problems)}
+
+
+# --- the steps without it ---------------------------------------------------------------------------------------------
+# With nothing taken away, every step comes out as long as it was. All variants are reckoned at once, event by event.
+
+
+def _replay(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: NDArray[np.bool_]) -> Floats:
+    """Returns when each step ends, the mean over ranks, in several variants.
+
+    Args:
+        without: of shape (variants, suspects): those that are not slow there.
+
+    Returns: ns, of shape (variants, steps).
+    """
+    variants = len(without)
+    own_of = np.zeros((variants, len(book.ranks)), bool)
+    cut = np.zeros(book.own.shape)
+    cut_lag = np.zeros(book.own.shape)
+    for place, suspect in enumerate(suspects):
+        if suspect.own is not None and suspect.lag is not None:
+            own_of[:, suspect.column] = without[:, place]
+            cut[:, suspect.column], cut_lag[:, suspect.column] = suspect.own, suspect.lag
+    took = _took(book, used, suspects, without)
+    now = np.repeat(book.start[None, :], variants, 0)
+    last = np.full((len(book.took), variants), -np.inf)
+    through = np.full((len(book.took), variants), -np.inf)
+    ends = np.zeros((len(book.steps), variants))
+    mine = own_of.astype(float)
+    absent = np.where(np.isfinite(book.spread), 0.0, -np.inf)
+    full: list[bool] = np.atleast_1d(np.isfinite(book.spread).all(1)).tolist()
+    kinds: list[int] = book.kind.tolist()
+    abouts: list[int] = book.about.tolist()
+    coupled: list[bool] = book.coupled.tolist()
+    before: list[int] = book.before.tolist()
+    own, lag, spread = book.own, book.lag, book.spread
+    submitted: dict[int, Floats] = {}
+    done = 0  # operations whose end is known; they are in order of their last part
+    any_cut: list[bool] = np.atleast_1d(cut.any(1)).tolist()
+    any_lag: list[bool] = np.atleast_1d(cut_lag.any(1)).tolist()
+    for event in range(len(kinds)):
+        kind, about = kinds[event], abouts[event]
+        now += own[event]
+        if any_cut[event]:
+            now -= mine * cut[event]
+        if kind == SUBMIT:
+            if not coupled[about]:
+                submitted[about] = now.copy()
+            last[about] = now.max(1) if full[about] else (now + absent[about]).max(1)
+        elif kind == WAIT:
+            if coupled[about]:
+                while done <= about:
+                    earlier = before[done]
+                    begun = last[done] if earlier < 0 else np.maximum(last[done], through[earlier])
+                    through[done] = begun + took[:, done]
+                    done += 1
+                ready = through[about][:, None] + spread[about]
+            else:
+                # The answer to one rank depends on nobody else's part.
+                ready = submitted.pop(about) + book.through[about] + spread[about] - book.last[about]
+            np.maximum(now, ready, out=now, where=book.there[event])
+            now += lag[event]
+            if any_lag[event]:
+                now -= mine * cut_lag[event]
+        elif about >= 0:
+            ends[about] = now.mean(1)
+    by_variant: Floats = ends.T
+    return by_variant
+
+
+def _took(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: NDArray[np.bool_]) -> Floats:
+    """Returns how long each operation takes in each variant; shape (variants, o).
+
+    The saved time is at most the sum of these parts, and an operation lasts at least as long as the busiest of its
+    daemons and links still is.
+    """
+    took = np.repeat(book.took[None, :], len(without), 0)
+    slow = [(place, suspect) for place, suspect in enumerate(suspects) if suspect.took is not None]
+    if not slow:
+        return took
+    every = {"daemon": used.daemon, "negotiation": used.negotiation, "wire": used.wire}
+    for variant, gone in enumerate(without):
+        if not gone.any():
+            continue
+        saved = np.zeros(len(book.took))
+        left = {cause: times for cause, times in every.items()}
+        for place, suspect in slow:
+            if gone[place] and suspect.took is not None:
+                saved += suspect.took
+                left[suspect.cause] = left[suspect.cause].copy()
+                left[suspect.cause][:, suspect.column] -= suspect.took
+        busiest = np.max([times.max(1) for times in left.values() if times.shape[1]], 0)
+        took[variant] = np.clip(np.maximum(book.took - saved, busiest), 0, book.took)
+    return took
+
+
+# --- more than chance -------------------------------------------------------------------------------------------------
+# Noise of machines is neither normal nor even, so that all of this goes by medians and ranks: a level is a running
+# median that is far from zero for what the series scatters; a spike is far from the level; and which columns have
+# levels and spikes more often than chance would give them is found by dealing them anew.
+
+
+def _signals(excess: Floats, lengths: Floats) -> Floats:
+    """Returns the part of each excess that is no chance: at least 0, of shape (steps, columns) as `excess` is.
+
+    Args:
+        excess: ns by which each was slower than the others, in each step.
+        lengths: of the steps, ns.
+    """
+    count, width = excess.shape
+    found = np.zeros(excess.shape)
+    if count < 4 or not width:
+        return found
+    typical = float(np.median(lengths))
+    levels = np.stack([_running_median(excess[:, column]) for column in range(width)], 1)
+    # From one step to the next a level seldom changes, and spikes are seldom side by side: the lower one is the noise.
+    changes = np.median(np.abs(np.diff(excess, axis=0)), 0) / np.sqrt(2)
+    scatter = _TO_SIGMA * np.minimum(np.median(np.abs(excess - levels), 0), changes) * (1 + 4 / count)
+    scatter = np.maximum(np.maximum(scatter, 0.5 * np.median(scatter)), 1e-5 * typical)
+    window = _window(count)
+    for column in range(width):
+        its, level, sigma = excess[:, column], levels[:, column], scatter[column]
+        middle = float(np.median(its))
+        always = middle > max(_FAR * _OF_MEDIAN * sigma / np.sqrt(count), 0.01 * typical)
+        base = middle if always else 0.0
+        raised = level > max(base, 0.0) + max(_FAR * _OF_MEDIAN * sigma / np.sqrt(window), 0.5 * _SMALL * typical)
+        lowered = always & (level < base - _FAR * _OF_MEDIAN * sigma / np.sqrt(window))
+        found[:, column] = np.maximum(np.where(raised | lowered, level, base), 0)
+        centre = np.where(raised | lowered, level, middle)
+        over = its - centre
+        spikes = over > max(_FAR * sigma, _SMALL * typical)
+        found[spikes, column] = np.maximum(its[spikes] - min(middle, 0.0 if not always else middle), 0)
+        rhythm = _rhythm(np.where(spikes, 0.0, over), sigma, _SMALL * typical)
+        if rhythm is not None:
+            period, phase, more = rhythm
+            beats = np.arange(count) % period == phase
+            found[beats & ~spikes, column] += more
+    bounded: Floats = np.clip(found, 0, np.maximum(excess + 2 * scatter, 0))
+    return bounded
+
+
+def _window(count: int) -> int:
+    return min(_WINDOW, count - 1 + count % 2)
+
+
+def _running_median(values: Floats) -> Floats:
+    window = _window(len(values))
+    padded = np.pad(values, window // 2, "reflect" if len(values) > window // 2 else "edge")
+    middle: Floats = np.median(sliding_window_view(padded, window), axis=1)
+    return middle
+
+
+def _rhythm(over: Floats, sigma: float, least: float) -> tuple[int, int, float] | None:
+    """Returns the period, phase and mean excess of steps that come again and again and are slower than the others, but
+    not so much that a single one would stand out."""
+    count = len(over)
+    best: tuple[float, int, int, float] | None = None
+    calm = np.clip(over, -3 * sigma, 6 * sigma)
+    for period in range(2, min(64, count // 4) + 1):
+        whole = count // period * period
+        means = calm[:whole].reshape(-1, period).mean(0)
+        phase = int(means.argmax())
+        repeats = count // period
+        rest = float(np.delete(means, phase).mean())
+        score = (means[phase] - rest) / (sigma / np.sqrt(repeats))
+        # Of all periods and phases the best one was taken.
+        if score > 5.5 and means[phase] - rest > least and (best is None or score > best[0]):
+            best = float(score), period, phase, float(means[phase] - rest)
+    return None if best is None else best[1:]
+
+
+def _chance(signal: Floats, column: int) -> float:
+    """Returns how likely a column would have at least its sum by chance, if whoever is slow in a run of steps were
+    drawn anew each time.
+
+    Runs are as long as those of the others usually are: a machine that is busy for a while makes one rank slow in many
+    steps that follow each other.
+    """
+    count, width = signal.shape
+    if width < 2 or not signal[:, column].any():
+        return 1.0
+    others = np.delete(signal, column, 1) > 0
+    starts = (others & ~np.vstack([np.zeros((1, width - 1), bool), others[:-1]])).sum(0)
+    runs = np.sort(np.where(starts > 0, others.sum(0) / np.maximum(starts, 1), 1.0))
+    size = min(max(round(float(runs[(width - 2) // 2])), -(-count // _MOST_BLOCKS)), count)
+    blocks = np.add.reduceat(signal, np.arange(0, count, size), axis=0)
+    blocks = blocks[blocks.any(1)]
+    drawn = np.random.default_rng(0).integers(0, width, (_DRAWS, len(blocks)))
+    sums = blocks[np.arange(len(blocks)), drawn].sum(1)
+    return float((1 + (sums >= blocks[:, column].sum() * (1 - 1e-9)).sum()) / (_DRAWS + 1))
+
+
+def _period_of(steps: Ints) -> int:
+    """Returns n if these increasing numbers are every n-th, but for a few; 0 if they are not."""
+    if len(steps) < 3:
+        return 0
+    apart = np.diff(steps)
+    values, counts = np.unique(apart, return_counts=True)
+    period = int(values[counts.argmax()])
+    regular = counts.max() >= 0.6 * len(apart) and (apart % period == 0).mean() >= 0.85
+    return period if period > 1 and regular else 0

@@ -10,13 +10,12 @@ import numpy as np
 from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_rt.tracing.reader import RECORD_DTYPE, Records
 from fusion_trace.analyse import endings, gaps, stragglers
-from fusion_trace.analyse.columns_of_spans import distinct, run
 from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import Operations, operations
 from fusion_trace.read.rows import Ints
-from fusion_trace.read.span_columns import pair_columns
+from fusion_trace.read.span_columns import distinct, pair_columns, run
 
 _MUCH_LONGER = 1.5  # than most ranks' steps
 _LONG_START = 10**9  # ns

@@ -14,6 +14,7 @@ from fusion_rt.tracing.reader import Records
 from fusion_trace.read.job import Process
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Times = NDArray[Any]
 """ns: int64, or float64."""
 
@@ -174,3 +175,16 @@ def phase_columns(process: Process, begin: Kind, end: Kind) -> tuple[Ints, Ints]
     closing = np.flatnonzero(~opens & np.r_[False, opens[:-1]])
     first = np.flatnonzero(opens & np.r_[True, ~opens[:-1]])[: len(closing)]
     return records["time"][first], records["time"][closing]
+
+
+def run(kept: NDArray[np.bool_]) -> slice | Ints:
+    """Returns the places that are kept: as a slice, which copies nothing, where they follow each other."""
+    places = np.flatnonzero(kept)
+    if len(places) and places[-1] - places[0] + 1 == len(places):
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
+
+
+def distinct(values: Ints) -> bool:
+    """Says whether no value comes twice; most that is asked about is in order, for which nothing is sorted."""
+    return bool((np.diff(values) > 0).all()) or len(np.unique(values)) == len(values)
