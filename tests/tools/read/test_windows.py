@@ -10,7 +10,7 @@ from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD
 from fusion_rt.tracing.reader import read_header
 from fusion_trace.analyse import bucket_times, critical_path
 from fusion_trace.analyse.overlap import partitions
-from fusion_trace.read import job, progress, windows
+from fusion_trace.read import job
 from fusion_trace.read.choice import ChoiceError, StepRange
 from tests.diagnosis.generator import MS, Fault, Shape, write
 
@@ -51,7 +51,7 @@ def test_steps_that_a_job_has_not_are_an_error_that_says_which_it_has(rings: str
 def test_of_a_job_that_is_too_large_the_last_steps_are_read(rings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = job.load([rings], "")
     records = sum(len(process.records) for process in whole.processes)
-    monkeypatch.setattr(windows, "AT_ONCE", records // 4)
+    monkeypatch.setattr(job, "AT_ONCE", records // 4)
     part = job.load([rings], "")
     steps = sorted({each.number for each in partitions(part)})
     assert steps[-10:] == list(range(30, 40))
@@ -74,7 +74,7 @@ def test_a_rank_that_died_early_does_not_make_more_be_read(tmp_path: Path, monke
     died = next(path for path in sorted(tmp_path.iterdir()) if read_header(str(path)).role == Role.WORKER)
     died.write_bytes(_cut(died.read_bytes(), 100))
     records = sum(len(process.records) for process in job.load([str(tmp_path)], "").processes)
-    monkeypatch.setattr(windows, "AT_ONCE", records // 4)
+    monkeypatch.setattr(job, "AT_ONCE", records // 4)
     part = job.load([str(tmp_path)], "")
     assert sum(len(process.records) for process in part.processes) < records / 2
 
@@ -82,9 +82,9 @@ def test_a_rank_that_died_early_does_not_make_more_be_read(tmp_path: Path, monke
 def test_at_a_terminal_a_line_says_how_far_reading_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", -1.0)
-    assert list(progress.told("rings", ["a", "b"])) == ["a", "b"]
+    monkeypatch.setattr(job, "_PATIENCE", -1.0)
+    assert list(job._told("rings", ["a", "b"])) == ["a", "b"]
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert list(progress.told("rings", ["a", "b"])) == ["a", "b"]
+    assert list(job._told("rings", ["a", "b"])) == ["a", "b"]
     assert capsys.readouterr().err == "\rrings: 0 of 2\033[K\rrings: 1 of 2\033[K\r\033[K"

@@ -27,7 +27,7 @@ from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import SCRIPT, DaemonPart, Key, Operation, Operations, Step, all_steps, operations
 from fusion_trace.read.rows import Ints
-from fusion_trace.read.span_columns import Span, joined, matched, pair_columns, phase_columns, union_of, without
+from fusion_trace.read.span_columns import Span, joined, pair_columns, phase_columns, union_of, without
 
 ACTIVITIES = (
     "forward", "backward", "step", "copy", "apply", "wake-up", "other", "hand-over", "daemon", "reduce", "encode",
@@ -329,9 +329,7 @@ class _Kernel:
 
 def _pieces(worker: Process, every: Operations) -> _Pieces:
     """Returns all of a worker's time, from its first record to its last."""
-    of, records = every.workers[worker.rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
-    opened, closed = matched(of, records["kind"] == Kind.WAIT_BEGIN)
-    begin, end, of = records["time"][opened], records["time"][closed], of[opened]
+    of, begin, end = every.workers[worker.rank].spans(Kind.WAIT_BEGIN, Kind.WAIT_END)
     place = np.empty(len(every), np.int64)
     place[every.order] = np.arange(len(every))
     order = np.lexsort((place[of], end, begin))

@@ -36,7 +36,6 @@ from fusion_trace.read.span_columns import (
     SpanSet,
     common,
     joined,
-    matched,
     pair_columns,
     phase_columns,
     union_of,
@@ -132,10 +131,9 @@ def _answered(every: Operations, rank: int, node: int) -> Ints:
 
 def _late(every: Operations, rank: int, answered: Ints) -> SpanSet:
     """Returns when a script was in waits that its daemon had answered already."""
-    of, records = every.workers[rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
-    opened, closed = matched(of, records["kind"] == Kind.WAIT_BEGIN)
-    there, end = answered[of[opened]], records["time"][closed]
-    begin = np.maximum(records["time"][opened], there)
+    of, begin, end = every.workers[rank].spans(Kind.WAIT_BEGIN, Kind.WAIT_END)
+    there = answered[of]
+    begin = np.maximum(begin, there)
     late = (there != NEVER) & (begin < end)
     return union_of(begin[late], end[late])
 

@@ -82,11 +82,11 @@ class _Resources:
             whole = []
             for name, its in spans.items():
                 whole.append(_joined(its))
-                parts[name][:, column] = covered(*whole[-1], count)
+                parts[name][:, column] = _covered(*whole[-1], count)
             every = [self.clipped(*each) for each in whole]
-            daemon[:, column] = covered(*_joined(every), count)
-            work[:, column] = covered(*_joined(whole), count)
-            negotiation[:, column] = covered(*self.clipped(*asked), count)
+            daemon[:, column] = _covered(*_joined(every), count)
+            work[:, column] = _covered(*_joined(whole), count)
+            negotiation[:, column] = _covered(*self.clipped(*asked), count)
         return Resources(self.nodes, links, daemon, work, negotiation, wire, nbytes, rate, error, parts)
 
     def _of_daemon(self, node: int) -> tuple[dict[str, list[tuple[Ints, Floats, Floats]]], tuple[Ints, Floats, Floats]]:
@@ -103,7 +103,7 @@ class _Resources:
         np.maximum.at(all_ready, of, ready)
         ask, asked, _ = self.place(daemon.of(Kind.NEGOTIATE_BEGIN))
         tell, told, _ = self.place(daemon.of(Kind.NEGOTIATE_END))
-        questions = paired(ask, asked, tell, told)
+        questions = _paired(ask, asked, tell, told)
         agreed = all_ready.copy()
         np.maximum.at(agreed, questions[0], questions[2])
         run, begun, _ = self.place(daemon.of(Kind.RUN_BEGIN))
@@ -112,7 +112,7 @@ class _Resources:
         found["kernels"] = []
         for opens, closes in KERNELS.values():
             a, b = self.place(daemon.of(opens)), self.place(daemon.of(closes))
-            found["kernels"].append(paired(a[0], a[1], b[0], b[1]))
+            found["kernels"].append(_paired(a[0], a[1], b[0], b[1]))
         over, done, _ = self.place(daemon.of(Kind.RUN_END))
         ended = np.full(count, np.nan)
         ended[over[::-1]] = done[::-1]
@@ -172,7 +172,7 @@ class _Resources:
                 busy = union_of(np.concatenate([begin, waits_from]), np.concatenate([end, waits_to]))
                 at = self.begin, self.book.through
                 spans = np.searchsorted(np.sort(begin), at[1]) - np.searchsorted(np.sort(end), at[0])
-                weight = Carried(begin, end, nbytes)
+                weight = _Carried(begin, end, nbytes)
                 in_step = weight.within(self.book.begin, self.book.end)
                 rate = np.where(
                     in_step > 0, busy.within(self.book.begin, self.book.end) / np.maximum(in_step, 1), np.nan
@@ -228,7 +228,7 @@ def _by_number_or_order(first: _Side, second: _Side) -> tuple[Ints, Floats, Floa
     if len(left) and len(right) and left.all() and right.all() and distinct(left) and distinct(right):
         _, a, b = np.intersect1d(left, right, assume_unique=True, return_indices=True)
         return first[0][a], first[1][a], second[1][b]
-    return paired(first[0], first[1], second[0], second[1])
+    return _paired(first[0], first[1], second[0], second[1])
 
 
 def _flights(sent: _Side, received: _Side) -> tuple[Ints, Floats, Floats, Floats]:
@@ -242,7 +242,7 @@ def _flights(sent: _Side, received: _Side) -> tuple[Ints, Floats, Floats, Floats
             _, i, j = np.intersect1d(left[2]["extra"], right[2]["extra"], return_indices=True)
             found.append((left[0][i], left[1][i], right[1][j], left[2]["value"][i].astype(float)))
         elif len(left[0]) and len(right[0]):
-            of, begin, end = paired(left[0], left[1], right[0], right[1])
+            of, begin, end = _paired(left[0], left[1], right[0], right[1])
             mean = np.bincount(left[0], left[2]["value"], len(right[0]) and int(left[0].max()) + 1)
             many = np.maximum(np.bincount(left[0]), 1)
             found.append((of, begin, end, (mean / many)[of]))
@@ -250,7 +250,7 @@ def _flights(sent: _Side, received: _Side) -> tuple[Ints, Floats, Floats, Floats
     return joined[0], joined[1], joined[2], joined[3]
 
 
-def order_in_group(group: Ints) -> Ints:
+def _order_in_group(group: Ints) -> Ints:
     """Returns, for sorted group numbers, the place of each element within its group, from 0."""
     places = np.arange(len(group))
     if not len(group):
@@ -259,7 +259,7 @@ def order_in_group(group: Ints) -> Ints:
     return places - np.maximum.accumulate(np.where(first, places, 0))
 
 
-def paired(group: Ints, begin: Floats, other: Ints, end: Floats) -> tuple[Ints, Floats, Floats]:
+def _paired(group: Ints, begin: Floats, other: Ints, end: Floats) -> tuple[Ints, Floats, Floats]:
     """Pairs the first begin of each group with its first end, and so on; those without a partner are left out.
 
     Args:
@@ -271,15 +271,15 @@ def paired(group: Ints, begin: Floats, other: Ints, end: Floats) -> tuple[Ints, 
         return np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
     a, b = np.lexsort((begin, group)), np.lexsort((end, other))
     group, begin, other, end = group[a], begin[a], other[b], end[b]
-    most = int(max(order_in_group(group).max(), order_in_group(other).max())) + 1
+    most = int(max(_order_in_group(group).max(), _order_in_group(other).max())) + 1
     _, left, right = np.intersect1d(
-        group * most + order_in_group(group), other * most + order_in_group(other), assume_unique=True,
+        group * most + _order_in_group(group), other * most + _order_in_group(other), assume_unique=True,
         return_indices=True,
     )  # fmt: skip
     return group[left], begin[left], end[right]
 
 
-def covered(group: Ints, begin: Floats, end: Floats, groups: int) -> Floats:
+def _covered(group: Ints, begin: Floats, end: Floats, groups: int) -> Floats:
     """Returns how long the union of each group's spans is; float64, of length `groups`."""
     found = np.zeros(groups)
     kept = end > begin
@@ -288,7 +288,7 @@ def covered(group: Ints, begin: Floats, end: Floats, groups: int) -> Floats:
     return found
 
 
-class Carried:
+class _Carried:
     """How much spans have carried, as a function of time: each carries its weight evenly from its begin to its end."""
 
     def __init__(self, begin: Floats, end: Floats, weight: Floats) -> None:

@@ -6,8 +6,10 @@ Times of a `JobTrace` are int64 nanoseconds of node 0's CLOCK_MONOTONIC, whichev
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,13 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Kind, Role
-from fusion_rt.tracing.reader import Header, Records, Ring, TraceError, is_ring, read, read_header
+from fusion_rt.tracing.reader import (
+    Header,
+    Records,
+    Ring,
+    TraceError,
+    Window,
+    ends_of_steps,
+    is_ring,
+    read,
+    read_header,
+)
 from fusion_trace.read import alignment
 from fusion_trace.read.alignment import Offset
-from fusion_trace.read.choice import EVERY_STEP, StepRange
-from fusion_trace.read.progress import told
-from fusion_trace.read.windows import windows
+from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 
+AT_ONCE = 4 << 20  # of a job that are read if nobody has chosen steps: with what is made of them, a few 100 MB
+_FOREVER: Window = (-(1 << 62), 1 << 62)
+_PATIENCE = 1.0  # seconds without a word
 _MOST_FILES = 16384  # below a directory
 _DEPTH = 3  # folders of folders that are looked through
 COLLECTED = ".rings"  # behind a job's id: the directory that its rings are collected in
@@ -169,11 +182,12 @@ def load(what: Sequence[str], root: str, chosen: StepRange = EVERY_STEP) -> JobT
         what: nothing (the newest job, also of those that were collected into this directory), one job's id, or
             directories and files, which must be of one job.
         root: directory in which traces are written (`trace_dir`).
-        chosen: steps that are asked about: of others as much is read as these need (`windows`). If it is every step,
-            and there are more than `windows.AT_ONCE` records, the last steps are read, and a problem says so.
+        chosen: steps that are asked about: of others as much is read as these need. If it is every step, and there are
+            more than `AT_ONCE` records, the last steps are read, and a problem says so.
 
     Raises:
         TraceError: there is none, or several jobs are meant, or nothing of it can be read.
+        ChoiceError: none of the chosen steps is in it.
     """
     paths = find(what, root)
     rings, problems = [], []
@@ -183,13 +197,13 @@ def load(what: Sequence[str], root: str, chosen: StepRange = EVERY_STEP) -> JobT
             headers[path] = read_header(path)
         except TraceError as error:
             problems.append(str(error))
-    parts = windows(headers, chosen)
+    parts = _windows(headers, chosen)
     if parts.chosen is not None:
         problems.append(
             f"of {parts.records:,} records only those of step {parts.chosen.first} and later are read; --steps "
             "chooses others, for commands that have it"
         )
-    for path in told("reading rings", [*headers]):
+    for path in _told("reading rings", [*headers]):
         try:
             rings.append(read(path, parts.of.get(path)))
         except TraceError as error:
@@ -200,6 +214,98 @@ def load(what: Sequence[str], root: str, chosen: StepRange = EVERY_STEP) -> JobT
     if len(jobs) > 1:
         raise TraceError(f"these are rings of several jobs ({', '.join(jobs)}): name one of them")
     return join(rings, problems)
+
+
+def _told(what: str, every: Sequence[str]) -> Iterator[str]:
+    """Yields all elements; once that takes long, a line on standard error, if it is a terminal, says how many are
+    done. It is gone in the end."""
+    began, shown = time.monotonic(), False
+    try:
+        for number, each in enumerate(every):
+            if sys.stderr.isatty() and time.monotonic() - began > _PATIENCE:
+                print(f"\r{what}: {number} of {len(every)}", end="\033[K", file=sys.stderr, flush=True)
+                shown = True
+            yield each
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """The parts of a job's rings that are read.
+
+    Attributes:
+        of: by path; those that are missing are read wholly.
+        chosen: the steps, if only the last ones of a job are read because it is large; else None.
+        records: how many it has.
+    """
+
+    of: Mapping[str, Window]
+    chosen: StepRange | None = None
+    records: int = 0
+
+
+def _windows(headers: Mapping[str, Header], chosen: StepRange) -> _Windows:
+    """Returns which part of each ring some steps are in, with a step on either side, in which operations of theirs may
+    begin and end. Without a choice, and if a job is large, the last steps of it.
+
+    Args:
+        headers: of the rings, by path.
+
+    Raises:
+        ChoiceError: there are whole steps in them, and none that was chosen.
+    """
+    records = sum(min(header.written, header.capacity) for header in headers.values())
+    if chosen == EVERY_STEP and records <= AT_ONCE:
+        return _Windows({})
+    workers = [path for path, header in headers.items() if header.role == Role.WORKER]
+    ends = {path: ends_of_steps(path) for path in _told("looking for steps: rings", workers)}
+    clocks = np.sort(np.concatenate([its["clock"] for its in ends.values()])) if ends else np.zeros(0)
+    if not len(clocks):
+        return _Windows({})
+    if not any(clock in chosen for clock in [*np.unique(clocks).tolist(), int(clocks[-1]) + 1]):
+        # The one after the last that has ended is there as well, and may be what a rank has died in.
+        whole = [its["clock"][1:][its["clock"][1:] == its["clock"][:-1] + 1] for its in ends.values()]
+        first, last = (pick((int(pick(its)) for its in whole if len(its)), default=0) for pick in (min, max))
+        job = next(iter(headers.values())).job
+        raise ChoiceError(f"none of the chosen steps is in job {job}, which has steps {first} to {last}")
+    limited = None
+    if chosen == EVERY_STEP:
+        # A record belongs to a step of one rank, on average: the last of these, so that a rank that died long ago does
+        # not count.
+        kept = max(1, len(clocks) * AT_ONCE // records)
+        limited = chosen = StepRange(int(clocks[-kept]), None)
+    of = {path: _window(its, chosen) for path, its in ends.items()}
+    of_host: dict[tuple[str, int], list[Window]] = {}
+    for path, window in of.items():
+        of_host.setdefault(_host(headers[path]), []).append(window)
+    for path, header in headers.items():
+        if header.role == Role.DAEMON and _host(header) in of_host:
+            of[path] = _around(of_host[_host(header)])
+    return _Windows(of, limited, records)
+
+
+def _window(ends: Records, chosen: StepRange) -> Window:
+    """Returns from when to when a worker's records are to be read, whose steps ended so: where it has none of the
+    chosen steps, around where they would be."""
+    first, stop = chosen.first or 0, 1 << 62 if chosen.stop is None else chosen.stop
+    inside = np.flatnonzero((ends["clock"] >= first) & (ends["clock"] < stop))
+    before = np.count_nonzero(ends["clock"] < first)
+    low, high = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (int(before), int(before))
+    return (
+        int(ends["time"][low - 2]) if low >= 2 else _FOREVER[0],
+        int(ends["time"][high]) if high < len(ends) else _FOREVER[1],
+    )
+
+
+def _host(header: Header) -> tuple[str, int]:
+    """Returns a key that tells clocks apart."""
+    return header.host, header.node
+
+
+def _around(every: Sequence[Window]) -> Window:
+    return min(low for low, _ in every), max(high for _, high in every)
 
 
 def find(what: Sequence[str], root: str) -> list[str]:
