@@ -39,7 +39,7 @@ from fusion_trace.report import (
 from fusion_trace.report.figures import analyse
 from fusion_trace.report.findings import findings
 from tests.fuzz.engine import Target
-from tests.tools.synthetic import Job, simulate
+from tests.tools.synthetic import Job, cheap, simulate
 
 _LENGTHS = struct.Struct("<HHH")
 _HEADER = 320  # bytes of a header that are not zero, in seeds
@@ -179,7 +179,7 @@ def _whatif(trace: JobTrace) -> None:
 
 
 def _report(trace: JobTrace) -> None:
-    findings(analyse(trace))
+    findings(analyse(trace, measure=cheap))
 
 
 def _convert(trace: JobTrace) -> None:

@@ -13,6 +13,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fusion_rt.choice.codec_costs import Encoded
+from fusion_rt.codecs.base import Codec, Layout
 from fusion_rt.tracing.format import (
     COMMAND_AT,
     HEADER,
@@ -188,6 +190,11 @@ class Truth:
     def write(self, directory: object) -> list[str]:
         """All rings; their paths."""
         return [tape.write(directory) for tape in self.tapes.values()]
+
+
+def cheap(codec: Codec, layout: Layout) -> Encoded:
+    """Takes the place of a measured codec, whose times differ from run to run."""
+    return Encoded(4 * layout.elements * (0.0075 if codec.name == "topk" else 0.5), 0.0, "chunks")
 
 
 def simulate(job: Job) -> Truth:

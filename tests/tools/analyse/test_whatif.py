@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.choice.codec_costs import Encoded
-from fusion_rt.codecs.base import Codec, Layout
 from fusion_rt.core.errors import FusionError
 from fusion_trace.analyse.recorded_steps import Recorded, understand
 from fusion_trace.analyse.whatif import FRAMED, Change, Figure, Model, answer, parse_rate
 from fusion_trace.cli import app
 from fusion_trace.read.job import load
-from tests.tools.synthetic import MS, Job, Straggler, simulate
+from tests.tools.synthetic import MS, Job, Straggler, cheap, simulate
 
 BASE = Job(nodes=3, bandwidth=120e6, bucket_nbytes=1 << 20, steps=12, skews={1: 7 * MS, 2: -3 * MS})
 Record = Callable[[Job], Recorded]
@@ -39,11 +37,6 @@ def true_step(job: Job) -> float:
     """Seconds."""
     ends = simulate(job).steps.values()
     return statistics.fmean((of[-1] - of[0]) / (len(of) - 1) for of in ends) / 1e9
-
-
-def cheap(codec: Codec, layout: Layout) -> Encoded:
-    """In place of a measurement."""
-    return Encoded(4 * layout.elements * (0.0075 if codec.name == "topk" else 0.5), 0.0, "chunks")
 
 
 def step_of(recorded: Recorded, change: Change) -> Figure:

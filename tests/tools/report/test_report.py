@@ -20,8 +20,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.choice.codec_costs import Encoded
-from fusion_rt.codecs.base import Codec, Layout
 from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.analyse import critical_path, diff, stragglers
 from fusion_trace.analyse.overlap import PARTS, by_step, partitions
@@ -39,7 +37,7 @@ from fusion_trace.report.findings import findings
 from fusion_trace.report.sections import sections
 from fusion_trace.report.wording import duration, interval
 from tests.diagnosis import generator
-from tests.tools.synthetic import MS, Job, Straggler, Tape, simulate
+from tests.tools.synthetic import MS, Job, Straggler, Tape, cheap, simulate
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly, which is in the extra `trace`")
 SECTIONS = ("overview", "ranks", "overlap", "stragglers", "links", "critical-path", "timeline", "usage", "whatif")
@@ -49,11 +47,6 @@ JOB = Job(
     straggler=Straggler("compute", 3, factor=1.6, steps=range(60, 140)),
 )  # fmt: skip
 SMALL = replace(JOB, steps=14, straggler=None, bandwidth=2e9)
-
-
-def cheap(codec: Codec, layout: Layout) -> Encoded:
-    """In place of a measurement."""
-    return Encoded(4 * layout.elements * (0.0075 if codec.name == "topk" else 0.5), 0.0, "chunks")
 
 
 @dataclass
