@@ -38,15 +38,20 @@ Memory: TypeAlias = dict[Group, Remembered]
 
 @dataclass(frozen=True)
 class BucketState:
-    """A bucket of an active plan. `codec` holds its residual, if it has one, from step to step.
+    """A bucket of an active plan.
 
-    `parts`: first element and number of elements of each tensor.
+    Attributes:
+        codec: holds its residual, if it has one, from step to step. It leaves values as they are where the plan's
+            buckets have homes.
+        decoder: of messages to homes and back. Several threads may use both at the same time there.
+        parts: first element and number of elements of each tensor.
     """
 
     bucket: wire.Bucket
     name: str
     reducer: Reducer
     codec: codecs.BucketCodec
+    decoder: codecs.BucketCodec
     parts: tuple[tuple[int, int], ...]
 
 
@@ -188,8 +193,8 @@ class Plans:
         It writes all of the codecs' memory, so it takes seconds with a billion parameters. It may run beside the event
         loop, because no step of a group is under way when the group's next plan has been made.
         """
-        codec = self._codec_of(plan, members)
-        if plan.id in self._plans or plan.id in self._opened or not codec.stateful:
+        stateful = any(codec.stateful for codec in self._codecs_of(plan, members))
+        if plan.id in self._plans or plan.id in self._opened or not stateful:
             return None
         return self._opener(plan, members)
 
@@ -241,13 +246,14 @@ class Plans:
         return open_plan
 
     def _open(self, plan: wire.Plan, members: Members, counted: Counter[str]) -> PlanState:
-        chosen_codec = self._codec_of(plan, members)
+        chosen_codec, of_messages = self._codecs_of(plan, members)
         buckets = tuple(
             BucketState(
                 bucket,
                 str(bucket.index),
                 reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks), len(members.local)),
                 codec_state.open_bucket(chosen_codec, layout_of(bucket), len(members.nodes), self._team),
+                codecs.open_bucket(of_messages.without_memory(), layout_of(bucket)),
                 tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
             )
             for bucket in plan.buckets
@@ -257,11 +263,12 @@ class Plans:
         algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
         return PlanState(plan, members, algorithm, buckets, counted)
 
-    def _codec_of(self, plan: wire.Plan, members: Members) -> codecs.Codec:
-        """Returns the codec of a plan's buckets. Values that travel to homes and back are encoded there."""
-        if len(members.nodes) == 1 or chosen.parse(plan.reduction.algorithm).at_homes:
-            return codecs.parse("dense")
-        return codecs.parse(plan.reduction.codec)
+    def _codecs_of(self, plan: wire.Plan, members: Members) -> tuple[codecs.Codec, codecs.Codec]:
+        """Returns the codecs of a plan's buckets, and of messages to homes and back, if they have homes."""
+        codec, dense = codecs.parse(plan.reduction.codec), codecs.parse("dense")
+        if chosen.parse(plan.reduction.algorithm).at_homes:
+            return dense, codec
+        return codec if len(members.nodes) > 1 else dense, dense
 
     def _drop(self, state: PlanState) -> None:
         """Forgets an active plan, and frees the memory of its codecs."""

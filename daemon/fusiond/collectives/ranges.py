@@ -47,7 +47,8 @@ def bins(low: int, high: int) -> list[int]:
 def _divided(codec: SummingBucketCodec, nodes: int, masses: Sequence[_Masses]) -> tuple[int, ...]:
     """Returns bounds between which there is the same mass."""
     elements, step = codec.layout.elements, codec.alignment
-    edges = np.unique([0, elements, *(edge for part in masses for low, high, _ in part for edge in (low, high))])
+    # Not `np.unique`, which imports masked arrays at its first use.
+    edges = np.array(sorted({0, elements, *(edge for part in masses for low, high, _ in part for edge in (low, high))}))
     total = sum((_cumulative(part, edges) for part in masses), np.zeros(len(edges)))
     if total[-1] == 0:
         total = edges.astype(np.float64)

@@ -125,7 +125,7 @@ class CodecService:
             else:
                 answer(None)
 
-        def answer(why: FusionError | None) -> None:
+        def answer(why: BaseException | None) -> None:
             if why is None:
                 self._outside.to_worker(rank, wire.Done(given.handle))
             else:
@@ -134,7 +134,7 @@ class CodecService:
         # The worker waits for the answer, so no step of the plan begins here before.
         self._operations.work.do(0, [load], len(data), loaded)
 
-    def _not_loaded(self, rank: int, given: wire.LoadState, error: FusionError) -> None:
+    def _not_loaded(self, rank: int, given: wire.LoadState, error: BaseException) -> None:
         self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
 
     def statistics(self, rank: int, handle: int) -> None:

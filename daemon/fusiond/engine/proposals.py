@@ -122,8 +122,12 @@ class Proposals:
             proposed = {**before.proposals, **proposed}
         self._made[key[:2]] = wire.MadePlan(verdict.clock, plan, proposed)
         self._install(plan)
-        for rank, handle in waiting.items():
-            self._context.outside.to_worker(rank, wire.Planned(handle, plan))
+
+        def tell() -> None:
+            for rank, handle in waiting.items():
+                self._context.outside.to_worker(rank, wire.Planned(handle, plan))
+
+        self._homes.when_quiet(plan.id, tell)  # which may have to load a state, clocks included
         for operation in [r for r in self._operations.under_way.values() if r.key.plan == plan.id]:
             self._operations.engine.advance(operation)
 

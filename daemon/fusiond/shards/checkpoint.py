@@ -7,19 +7,25 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
 from fusion_rt.codecs import BucketCodec
-from fusion_rt.core.errors import WireError
+from fusion_rt.core.errors import FusionError, WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.operations.thread_work import Act
 from fusiond.shards.history import state_of
 from fusiond.shards.hosted_home import HostedHome
-from fusiond.shards.messages import MessageCodecs
+from fusiond.shards.messages import open_codec
+from fusiond.shards.node import ThisNode
 from fusiond.shards.push_pull import PushPullClient, PushPullClients, under_way
 from fusiond.shards.server import HomeServer
+
+_Entries: TypeAlias = dict[str, Array]
+Then: TypeAlias = Callable[[BaseException | None], None]
+"""Called in the event loop, with the exception if something has failed."""
 
 
 def group_of(state: PlanState) -> tuple[int, str]:
@@ -31,17 +37,17 @@ class Checkpoints:
     """Saves and loads state; keeps a loaded state for a plan that is not active yet.
 
     Args:
+        here: this node.
         clients, server: whose state it is.
-        codecs: the codecs of clients.
     """
 
-    def __init__(self, clients: PushPullClients, server: HomeServer, codecs: MessageCodecs) -> None:
+    def __init__(self, here: ThisNode, clients: PushPullClients, server: HomeServer) -> None:
+        self._here = here
         self._clients = clients
         self._server = server
-        self._codecs = codecs
         self._loaded: dict[tuple[int, str], dict[str, Array]] = {}  # by process set and group
 
-    def save(self, plan: int, into: dict[str, Array], then: Callable[[BaseException | None], None]) -> None:
+    def save(self, plan: int, into: dict[str, Array], then: Then) -> None:
         """Has a thread copy the state of a plan's homes, and what its workers have not sent. No thread may be at work
         for the plan now; none will be before all is copied.
 
@@ -69,76 +75,73 @@ class Checkpoints:
         """Keeps a loaded state, which changes no more, for the next plan of a group."""
         self._loaded[process_set, group] = state
 
-    def begin(self, plan: PlanState) -> None:
-        """Loads the state kept for a plan into it, as it becomes active. Raises what `restore` does."""
+    def begin(self, plan: PlanState, then: Then) -> None:
+        """Loads the state kept for a plan, if there is one, into it, as it becomes active: see `restore`."""
         loaded = self._loaded.pop(group_of(plan), None)
         if loaded is not None:
-            self.restore(plan, loaded)
+            self.restore(plan, loaded, then)
 
     def remove_set(self, process_set: int) -> None:
         """Forgets what was kept for the plans of a process set."""
         self._loaded = {key: state for key, state in self._loaded.items() if key[0] != process_set}
 
-    def restore(self, plan: PlanState, state: Mapping[str, Array]) -> None:
-        """Loads a saved state, whose arrays become those of homes, into an active plan.
+    def restore(self, plan: PlanState, state: Mapping[str, Array], then: Then) -> None:
+        """Loads a saved state, whose arrays become those of homes, into an active plan. A thread opens and loads
+        codecs, and nothing is taken in at the plan's homes meanwhile.
 
-        Raises:
-            FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
+        Args:
+            then: called in the event loop, with a `FusionError` if the state is of other buckets, or damaged, or
+                something is under way. Nothing has changed then.
         """
-        homes: list[tuple[HostedHome, dict[str, Array], HomeCodecs]] = []
-        clients: list[tuple[PushPullClient, list[int], BucketCodec | None]] = []
+        try:
+            homes, clients = self._owners(plan, state)
+        except FusionError as error:
+            then(error)
+            return
+        of_homes: list[HomeCodecs] = []
+        of_clients: list[BucketCodec | None] = []
+
+        def load() -> None:
+            of_homes.extend(_codecs_of(hosted, entries) for hosted, entries in homes)
+            of_clients.extend(_codec_of(client, entries) for client, _, entries in clients)
+
+        def loaded(error: BaseException | None) -> None:
+            # They may have posted meanwhile.
+            error = error or next((under_way(one) for one, _, _ in clients if one.busy or one.queued), None)
+            if error is None:
+                for (client, (clock, version), _), codec in zip(clients, of_clients, strict=True):
+                    client.clock, client.version, client.codec = clock, version, codec
+                for (hosted, entries), of_codecs in zip(homes, of_homes, strict=True):
+                    hosted.closed = True
+                    work = partial(_restore_home, hosted, entries, of_codecs)
+                    self._server.when_free(hosted, partial(self._server.at, hosted, work, math.inf))  # as for a seed
+            then(error)
+
+        of_plan = [hosted for hosted in self._server if hosted.plan is plan]
+        alone = partial(self._server.at_all, plan.plan.id, of_plan, load, loaded)
+        self._here.work.when_quiet(plan.plan.id, alone)
+
+    def _owners(
+        self, plan: PlanState, state: Mapping[str, Array]
+    ) -> tuple[list[tuple[HostedHome, _Entries]], list[tuple[PushPullClient, list[int], _Entries]]]:
+        """Returns the homes of a saved state with their entries, and the clients with their counts and what is of
+        their codecs. Raises `WireError` for a state that cannot be loaded now."""
+        homes: list[tuple[HostedHome, _Entries]] = []
+        clients: list[tuple[PushPullClient, list[int], _Entries]] = []
         for (kind, bucket, rank), entries in _by_owner(state).items():
             address = (plan.plan.id, bucket, rank)
             hosted, client = self._server.get(address), self._clients.get(address)
             if kind == "home" and hosted is not None:
                 _check_home(hosted, entries)
-                of_codecs = self._codecs_of(hosted, entries)
-                homes.append((hosted, entries, of_codecs))
+                homes.append((hosted, entries))
             elif kind == "sender" and client is not None:
-                clients.append((client, *self._checked(client, entries)))
+                counts = _counts(entries.pop("counts", None), 2, f"rank {rank} in bucket {bucket}")
+                if client.busy or client.queued:
+                    raise under_way(client)
+                clients.append((client, counts, entries))
             else:
                 raise WireError(f"the saved state is of another job: it has the {kind} of bucket {bucket}, rank {rank}")
-        for client, (clock, version), codec in clients:
-            client.clock, client.version, client.codec = clock, version, codec
-        for hosted, entries, of_codecs in homes:
-            hosted.closed = True
-            work = partial(_restore_home, hosted, entries, of_codecs)
-            self._server.when_free(hosted, partial(self._server.at, hosted, work, math.inf))  # as for a seed
-
-    def _checked(self, client: PushPullClient, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
-        """Returns the counts, and the codec if there was one, with which a client goes on. Raises `WireError`."""
-        bucket = client.bucket.index
-        moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
-        counts, codec = _counts(entries.pop("counts", None), 2, f"rank {client.rank} in bucket {bucket}"), None
-        if client.busy or client.queued:
-            raise under_way(client)
-        if entries:
-            codec = self._clients.opened(client)
-            given = {key.removeprefix("codec/"): value for key, value in entries.items()}
-            codec.load_state_dict(given, partial=moved)
-        return counts, codec
-
-    def _codecs_of(self, hosted: HostedHome, entries: dict[str, Array]) -> HomeCodecs:
-        """Takes what codecs remembered out of a home's saved entries, and returns these codecs. Raises `FusionError`.
-
-        What is left out of them is zeros: see `_home_state`.
-        """
-        taken: dict[str, dict[str, Array]] = {}
-        for key in [key for key in entries if key.startswith(("codec/", "answers/"))]:
-            owner, name = _owner_of(key)
-            taken.setdefault(owner, {})[name] = entries.pop(key)
-        found = HomeCodecs()
-        plan, bucket, home = hosted.plan, hosted.bucket, hosted.home
-        for owner, state in taken.items():
-            if owner == "codec" and home.codec is not None:
-                found.own = opened = self._codecs.open(plan, bucket, home.rank, remembers=False)
-            elif (to := _ADDRESSEES.match(owner)) and -1 <= int(to[1]) < home.ranks:
-                opened = self._codecs.open(plan, bucket, home.ranks, remembers=to[2] == "added")
-                found.answers[int(to[1]), to[2] == "added"] = opened
-            else:
-                raise WireError(f"the saved state has the codec {owner!r} of bucket {bucket.index}, which has none")
-            opened.load_state_dict(opened.state_dict() | state)
-        return found
+        return homes, clients
 
 
 @dataclass
@@ -147,6 +150,39 @@ class HomeCodecs:
 
     own: BucketCodec | None = None
     answers: dict[tuple[int, bool], BucketCodec] = field(default_factory=dict)
+
+
+def _codec_of(client: PushPullClient, entries: _Entries) -> BucketCodec | None:
+    """Returns the codec with which a client goes on, if it had one. Raises `FusionError`."""
+    moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
+    if not entries:
+        return None
+    codec = client.opened()
+    codec.load_state_dict({key.removeprefix("codec/"): value for key, value in entries.items()}, partial=moved)
+    return codec
+
+
+def _codecs_of(hosted: HostedHome, entries: _Entries) -> HomeCodecs:
+    """Takes what codecs remembered out of a home's saved entries, and returns these codecs. Raises `FusionError`.
+
+    What is left out of them is zeros: see `_home_state`.
+    """
+    taken: dict[str, _Entries] = {}
+    for key in [key for key in entries if key.startswith(("codec/", "answers/"))]:
+        owner, name = _owner_of(key)
+        taken.setdefault(owner, {})[name] = entries.pop(key)
+    found = HomeCodecs()
+    plan, bucket, home = hosted.plan, hosted.bucket, hosted.home
+    for owner, state in taken.items():
+        if owner == "codec" and home.codec is not None:
+            found.own = opened = open_codec(plan, bucket, home.rank, remembers=False)
+        elif (to := _ADDRESSEES.match(owner)) and -1 <= int(to[1]) < home.ranks:
+            opened = open_codec(plan, bucket, home.ranks, remembers=to[2] == "added")
+            found.answers[int(to[1]), to[2] == "added"] = opened
+        else:
+            raise WireError(f"the saved state has the codec {owner!r} of bucket {bucket.index}, which has none")
+        opened.load_state_dict(opened.state_dict() | state)
+    return found
 
 
 _ADDRESSEES = re.compile(r"answers/(-?\d{1,9})/(added|whole)$")

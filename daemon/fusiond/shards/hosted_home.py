@@ -64,6 +64,7 @@ class HostedHome:
         held: calls that wait until the mirror has the message of this number.
         ranks: of the process set, in order of their positions; `nodes`: theirs.
         algorithm: the plan's.
+        decoder: of messages to this home. Several threads may use it.
         nbytes: of the home's value.
         most_waiting: a limit that parts in order never reach: a rank is ahead of others by a few clocks for each.
     """
@@ -91,12 +92,14 @@ class HostedHome:
     held: deque[tuple[int, list[Act]]] = field(default_factory=deque)
     ranks: tuple[int, ...] = field(init=False)
     algorithm: HomeAlgorithm[Any] = field(init=False)
+    decoder: BucketCodec = field(init=False)
     nbytes: int = field(init=False)
     most_waiting: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.ranks = self.plan.members.set.ranks
         self.algorithm = self.plan.home_algorithm
+        self.decoder = self.plan.buckets[self.bucket.index].decoder
         self.nbytes = self.home.elements * self.home.dtype.itemsize
         self.most_waiting = _MAX_WAITING + 16 * self.home.ranks
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from fusion_rt import codecs, wire
 from fusion_rt.codecs import BucketCodec, layout_of
 from fusion_rt.codecs.base import Array
-from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.buckets.plans import PlanState
 
@@ -60,52 +59,19 @@ def joined(payloads: list[memoryview]) -> memoryview:
     return whole.data
 
 
-class MessageCodecs:
-    """Opens the codecs of messages, and keeps those that all share.
+def open_codec(state: PlanState, bucket: wire.Bucket, draws: int, remembers: bool = True) -> BucketCodec:
+    """Opens the codec of a bucket's messages, for one stream. To be called by a thread: it has memory of each element.
 
     A codec that remembers something, if only how many steps it has taken, belongs to one stream: what one worker sends
     to a home, or a home to one worker. It lives as long as that, and is never opened for a single message: at random it
     would draw the same each time.
+
+    Args:
+        draws: a number of the stream: streams of different numbers round by draws of their own.
+        remembers: adds what it has not sent to what it sends next; else that is lost.
     """
-
-    def __init__(self) -> None:
-        self._decoders: dict[tuple[int, int], BucketCodec] = {}  # by plan and bucket
-        self._plain: dict[tuple[int, int], BucketCodec] = {}
-
-    def open(self, state: PlanState, bucket: wire.Bucket, draws: int, remembers: bool = True) -> BucketCodec:
-        """Opens a bucket's codec, for one stream.
-
-        Args:
-            draws: a number of the stream: streams of different numbers round by draws of their own.
-            remembers: adds what it has not sent to what it sends next; else that is lost.
-        """
-        codec = _codec(state)
-        opened = codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
-        if isinstance(opened, SummingBucketCodec):
-            opened.node = draws
-        return opened
-
-    def decoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
-        """Returns the codec that decodes messages of a bucket. Several threads may use it at the same time."""
-        key = state.plan.id, bucket.index
-        decoder = self._decoders.get(key)
-        if decoder is None:
-            decoder = self._decoders[key] = self.open(state, bucket, 0, remembers=False)
-        return decoder
-
-    def plain(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
-        """Returns the codec of messages that have a bucket's values as they are. Several threads may use it."""
-        key = state.plan.id, bucket.index
-        plain = self._plain.get(key)
-        if plain is None:
-            plain = self._plain[key] = Dense().open(layout_of(bucket))
-        return plain
-
-    def drop(self, plan: int) -> None:
-        """The plan is no longer active."""
-        self._decoders = {key: decoder for key, decoder in self._decoders.items() if key[0] != plan}
-        self._plain = {key: plain for key, plain in self._plain.items() if key[0] != plan}
-
-
-def _codec(state: PlanState) -> codecs.Codec:
-    return codecs.parse(state.plan.reduction.codec)
+    codec = codecs.parse(state.plan.reduction.codec)
+    opened = codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
+    if isinstance(opened, SummingBucketCodec):
+        opened.node = draws
+    return opened

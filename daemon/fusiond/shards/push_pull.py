@@ -15,7 +15,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
-from fusiond.shards.messages import MessageCodecs, copied, joined, pack, unpack
+from fusiond.shards.messages import copied, joined, open_codec, pack, unpack
 from fusiond.shards.node import Address, Reservation, ThisNode
 from fusiond.shards.staleness import Meters
 
@@ -76,6 +76,10 @@ class PushPullClient:
     def home_address(self) -> Address:
         return self.plan.plan.id, self.bucket.index, self.home
 
+    def opened(self) -> BucketCodec:
+        """Opens the codec of its contributions, which every rank rounds by draws of its own."""
+        return open_codec(self.plan, self.bucket, self.plan.members.set.ranks.index(self.rank))
+
     def remembered_at(self, clock: int) -> dict[str, Array]:
         """Returns copies of what its codec remembers of all contributions before a clock, and of no other ones."""
         if self.before is not None and self.before[0] >= clock:
@@ -94,16 +98,14 @@ class PushPullClients:
 
     Args:
         here: this node.
-        codecs: the codecs.
         over: called with a plan, and a rank that has been answered in one of its buckets.
 
     Attributes:
         meters: of the contributions that have been answered.
     """
 
-    def __init__(self, here: ThisNode, codecs: MessageCodecs, over: Callable[[int, int], None]) -> None:
+    def __init__(self, here: ThisNode, over: Callable[[int, int], None]) -> None:
         self._here = here
-        self._codecs = codecs
         self._over = over
         self._clients: dict[Address, PushPullClient] = {}
         self._of: dict[tuple[int, int], list[PushPullClient]] = {}  # by plan and local rank, in the order of buckets
@@ -181,7 +183,7 @@ class PushPullClients:
     def send(self, client: PushPullClient, posted: Contribution, node: int) -> None:
         """Sends a contribution to its home, on another node, when there is room for it; until then it stays in the
         arena."""
-        encoded = self._codecs.decoder(client.plan, client.bucket).max_encoded_nbytes(client.bucket.numel)
+        encoded = client.plan.buckets[client.bucket.index].decoder.max_encoded_nbytes(client.bucket.numel)
         nbytes = posted.values.nbytes if posted.kind != "post" else min(posted.values.nbytes, encoded)
 
         def leave() -> None:
@@ -198,24 +200,24 @@ class PushPullClients:
 
     def _leave(self, client: PushPullClient, posted: Contribution, node: int, room: Reservation) -> None:
         """Encodes a contribution, and sends it."""
-        if client.codec is None:
-            client.codec = self.opened(client)
-        codec, source, rescale = client.codec, posted.values, posted.rescale
+        source, rescale = posted.values, posted.rescale
         message = wire.Piece(
             self._here.epoch, client.plan.plan.id, client.bucket.index, posted.kind, client.home, client.rank,
             posted.clock, posted.version, 0, 0, posted.rates, posted.samples,
         )  # fmt: skip
         plain = message.kind in ("seed", "reseed", "has")
-        may_undo = client.plan.plan.reduction.survives and client.plan.spec.synchronous and codec.codec.stateful
         payload: list[memoryview] = []
 
         def encode() -> None:
+            if client.codec is None:
+                client.codec = client.opened()
+            codec = client.codec
             if rescale:
                 codec.scale_residual(rescale)
             if message.kind != "post" or not message.samples:  # who asks, or has no gradient, sends nothing
                 payload.append(copied(source) if plain else memoryview(b""))
                 return
-            if may_undo:
+            if client.plan.plan.reduction.survives and client.plan.spec.synchronous and codec.codec.stateful:
                 client.before = message.clock, codec.state_dict()
             name = f"bucket {message.bucket}"
             self._here.context.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, message.clock, message.plan)
@@ -232,10 +234,6 @@ class PushPullClients:
 
         client.busy = True
         self._here.do(message.plan, encode, source.nbytes, send)
-
-    def opened(self, client: PushPullClient) -> BucketCodec:
-        """Opens the codec of a client's contributions, which every rank rounds by draws of its own."""
-        return self._codecs.open(client.plan, client.bucket, client.plan.members.set.ranks.index(client.rank))
 
     def rebase(self) -> None:
         """Makes all clients count their clocks from a new base, the same on all nodes whatever they have posted."""
@@ -269,7 +267,8 @@ class PushPullClients:
             self.answered(message, ())
             return
         place = client.post.values
-        decoder = (self._codecs.decoder if message.notes[1] else self._codecs.plain)(client.plan, client.bucket)
+        codecs = client.plan.buckets[client.bucket.index]
+        decoder = codecs.decoder if message.notes[1] else codecs.codec
 
         def decode() -> None:
             payload = joined(payloads)

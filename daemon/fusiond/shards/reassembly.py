@@ -14,7 +14,6 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.core.assembly import BytesInPieces
-from fusiond.shards.messages import MessageCodecs
 from fusiond.shards.mirrors import mirror_of
 from fusiond.shards.node import ThisNode
 
@@ -50,16 +49,10 @@ class PartialMessage:
 
 
 class Reassembly:
-    """Pieces that have come from peers and cannot be used yet.
+    """Pieces that have come from peers and cannot be used yet. Args: `here`: this node."""
 
-    Args:
-        here: this node.
-        codecs: know how long a message may be.
-    """
-
-    def __init__(self, here: ThisNode, codecs: MessageCodecs) -> None:
+    def __init__(self, here: ThisNode) -> None:
         self._here = here
-        self._codecs = codecs
         self._assemblies: dict[tuple[object, ...], PartialMessage] = {}
         self._early: deque[tuple[int, wire.Piece, memoryview]] = deque()
         self._early_bytes = 0
@@ -87,7 +80,7 @@ class Reassembly:
         Raises:
             WireError: there can be no such message.
         """
-        _check(self._here, self._codecs, node, state, piece)
+        _check(self._here, node, state, piece)
         if not piece.start and len(payload) == piece.nbytes:
             return [payload]
         return self._add_part(node, state, piece, payload)
@@ -120,14 +113,14 @@ def _in_words(piece: wire.Piece) -> str:
     return f"the {piece.kind} of rank {piece.rank} for bucket {piece.bucket}"
 
 
-def _check(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanState, piece: wire.Piece) -> None:
+def _check(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> None:
     """Raises `WireError` unless this node can get such a piece from that one."""
     if not _fits(here, node, state, piece):
         raise WireError(f"no {piece.kind} of rank {piece.rank} for bucket {piece.bucket} can come from it")
     bucket = state.plan.buckets[piece.bucket]
     limit = bucket.numel * DTYPES[bucket.dtype].itemsize
     if piece.kind in _CODED:
-        limit = max(limit, codecs.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
+        limit = max(limit, state.buckets[piece.bucket].decoder.max_encoded_nbytes(bucket.numel))
     else:
         limit = _limit_of(state, piece, limit)
     if piece.nbytes > limit:

@@ -26,7 +26,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act
 from fusiond.shards.hosted_home import HostedHome, WaitingPart
-from fusiond.shards.messages import MessageCodecs, copied, joined, pack, unpack
+from fusiond.shards.messages import copied, joined, open_codec, pack, unpack
 from fusiond.shards.mirrors import mirror_of
 from fusiond.shards.node import Address, Reservation, ThisNode
 from fusiond.shards.push_pull import PushPullClient, PushPullClients
@@ -39,7 +39,6 @@ class Actions:
 
     Args:
         here: this node.
-        codecs: the codecs.
         clients: get the answers to what was posted here.
         arrived: takes what is for another home on this node.
         wake: has a home looked at again, at that time (s).
@@ -49,14 +48,12 @@ class Actions:
     def __init__(
         self,
         here: ThisNode,
-        codecs: MessageCodecs,
         clients: PushPullClients,
         arrived: Callable[[Address, Contribution], None],
         wake: Callable[[HostedHome, float], None],
         passed: Callable[[HostedHome, int], None],
     ) -> None:
         self._here = here
-        self._codecs = codecs
         self._clients = clients
         self._arrived = arrived
         self._calls: dict[type[Step], Callable[[HostedHome, Any], Sequence[Act]]] = {
@@ -94,7 +91,7 @@ class Actions:
 
     def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
         """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes."""
-        if self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
+        if hosted.decoder.lossless:
             return int(step.added), 0, hosted.copy_of(step.values)
         return self._difference(hosted, step)
 
@@ -122,7 +119,7 @@ class Actions:
         """
         codec = hosted.encoders.get((position, added))
         if codec is None:
-            codec = self._codecs.open(hosted.plan, hosted.bucket, hosted.home.ranks, remembers=added)
+            codec = open_codec(hosted.plan, hosted.bucket, hosted.home.ranks, remembers=added)
             hosted.encoders[position, added] = codec
         return codec
 
@@ -133,7 +130,7 @@ class Actions:
         hosted.algorithm.told(hosted.home, part, part.values)
         if node == self._here.node:
             return [partial(self._clients.answered, message, ())]
-        if not self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
+        if not hosted.decoder.lossless:
             hosted.told[part.rank] = part.values
         return [partial(self._here.send, node, message, memoryview(b""))]
 
@@ -198,7 +195,6 @@ class HomeServer:
 
     Args:
         here: this node.
-        codecs: the codecs.
         clients: get the answers to what was posted here.
         wanted: called with what a neighbour of a replica's rank has sent, which shows how far that is.
         passed: see `Actions`.
@@ -207,16 +203,14 @@ class HomeServer:
     def __init__(
         self,
         here: ThisNode,
-        codecs: MessageCodecs,
         clients: PushPullClients,
         wanted: Callable[[HostedHome, Contribution], None],
         passed: Callable[[HostedHome, int], None],
     ) -> None:
         self._here = here
-        self._codecs = codecs
         self._clients = clients
         self._wanted = wanted
-        self._actions = Actions(here, codecs, clients, self.arrived, self._wake, passed)
+        self._actions = Actions(here, clients, self.arrived, self._wake, passed)
         self._homes: dict[Address, HostedHome] = {}
         self._of: dict[int, list[HostedHome]] = {}  # by plan
         self._gone: set[int] = set()
@@ -247,12 +241,9 @@ class HomeServer:
                 self._open(state, bucket, state.members.set.ranks.index(rank))
 
     def _open(self, state: PlanState, bucket: wire.Bucket, rank: int) -> None:
-        codec = None
-        if state.spec.encodes and not self._codecs.decoder(state, bucket).lossless:
-            codec = self._codecs.open(state, bucket, rank, remembers=False)
         spans = tuple((tensor.start, tensor.start + tensor.numel, tensor.group) for tensor in bucket.tensors)
         leads = bucket.index == 0
-        home = Home(rank, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, spans, leads, codec)
+        home = Home(rank, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, spans, leads)
         home.present -= {position for position, rank in enumerate(state.members.set.ranks) if rank in self._gone}
         home.joined = {position for position, rank in enumerate(state.members.set.ranks) if rank in self._joined}
         nodes = tuple(self._here.context.topology.node_of(rank) for rank in state.members.set.ranks)
@@ -260,6 +251,8 @@ class HomeServer:
         hosted.mirror = mirror_of(state, self._here.node)
         self._homes[state.plan.id, bucket.index, rank] = hosted
         self._of.setdefault(state.plan.id, []).append(hosted)
+        if state.spec.encodes and not hosted.decoder.lossless:
+            self.at(hosted, partial(_open_own_codec, hosted), hosted.nbytes)
 
     def drop(self, plan: int) -> None:
         """The plan is no longer active. Threads that are at its homes finish, and nothing comes of it."""
@@ -312,7 +305,7 @@ class HomeServer:
         nodes = {hosted.nodes[position] for position in positions}
         if positions and hosted.mirror is not None:
             nodes.add(hosted.mirror)
-        encoded = self._codecs.decoder(hosted.plan, hosted.bucket).max_encoded_nbytes(hosted.home.elements)
+        encoded = hosted.decoder.max_encoded_nbytes(hosted.home.elements)
         room = self._here.requests if is_own else self._here.answers
         return room.reserve(hosted.plan.plan.id, nodes - {self._here.node}, min(hosted.nbytes, encoded), then)
 
@@ -476,11 +469,11 @@ class HomeServer:
             return self._plain(hosted, payload)
         if part.kind in ("ask", "pass") or not part.samples:
             return NO_VALUES
-        return unpack(self._codecs.decoder(hosted.plan, hosted.bucket), payload)
+        return unpack(hosted.decoder, payload)
 
     def _plain(self, hosted: HostedHome, payload: memoryview) -> Array:
         """Returns a copy of the values in a message that has them as they are."""
-        return np.array(unpack(self._codecs.plain(hosted.plan, hosted.bucket), payload))
+        return np.array(unpack(hosted.plan.buckets[hosted.bucket.index].codec, payload))
 
     def _seed(self, hosted: HostedHome, part: Contribution) -> list[Act]:
         if hosted.home.value is None:  # else loaded before, which counts more
@@ -591,6 +584,12 @@ class HomeServer:
                     late[str(hosted.ranks[position])] += count
         updates = sum(hosted.home.version for hosted in self)
         return {"homes": len(self._homes), "updates": updates, "late": dict(late)}
+
+
+def _open_own_codec(hosted: HostedHome) -> list[Act]:
+    """Opens the codec by which the algorithm encodes, before anything is taken in."""
+    hosted.home.codec = open_codec(hosted.plan, hosted.bucket, hosted.home.rank, remembers=False)
+    return []
 
 
 def _come_back(hosted: HostedHome, part: Contribution) -> None:

@@ -13,8 +13,8 @@ from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.operations.context import Context
 from fusiond.operations.thread_work import Act, ThreadWork
-from fusiond.shards.checkpoint import Checkpoints, group_of
-from fusiond.shards.messages import MessageCodecs, joined
+from fusiond.shards.checkpoint import Checkpoints, Then, group_of
+from fusiond.shards.messages import joined
 from fusiond.shards.mirrors import KeptPlan, KeptShards, Mirrors
 from fusiond.shards.node import TO_MIRRORS, ThisNode
 from fusiond.shards.push_pull import PushPullClients
@@ -51,11 +51,9 @@ class ParameterService:
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been active
         self._here = ThisNode(context, epoch, work, failed)
-        self._codecs = MessageCodecs()
-        self._clients = PushPullClients(self._here, self._codecs, lambda plan, rank: self.occupied.answered(plan, rank))
+        self._clients = PushPullClients(self._here, lambda plan, rank: self.occupied.answered(plan, rank))
         self._server = HomeServer(
             self._here,
-            self._codecs,
             self._clients,
             lambda hosted, part: self.occupied.wanted(hosted, part),
             lambda hosted, clock: self.occupied.passed(hosted, clock),
@@ -65,8 +63,8 @@ class ParameterService:
         work.resume = self._server.resume
         self.occupied = Occupied(self._here, self._clients, self._server, operations)
         self.waits = Waits(self._here, self._clients, self._server)
-        self._reassembly = Reassembly(self._here, self._codecs)
-        self._checkpoints = Checkpoints(self._clients, self._server, self._codecs)
+        self._reassembly = Reassembly(self._here)
+        self._checkpoints = Checkpoints(self._here, self._clients, self._server)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
@@ -85,10 +83,7 @@ class ParameterService:
         self._mirrors.open(state)
         self._kept.drop(group_of(state))
         self.occupied.open(state)
-        try:
-            self._checkpoints.begin(state)
-        except FusionError as error:
-            self._here.outside.warn(f"a state was loaded for {plan.group!r}, and its homes start without: {error}")
+        self._checkpoints.begin(state, partial(self._begun, plan.group))
         for node, piece, payload in self._reassembly.kept():
             try:
                 self.peer(node, piece, payload)
@@ -99,6 +94,13 @@ class ParameterService:
                 )
                 return False
         return True
+
+    def _begun(self, group: str, error: BaseException | None) -> None:
+        """The state that was kept for a plan of a group is loaded."""
+        if isinstance(error, FusionError):
+            self._here.outside.warn(f"a state was loaded for {group!r}, and its homes start without: {error}")
+        elif error is not None:
+            raise error
 
     def remove_set(self, process_set: int) -> None:
         """Drops the plans of a process set that has been removed."""
@@ -112,7 +114,6 @@ class ParameterService:
         self._server.drop(plan)
         self._mirrors.drop(plan)
         self.occupied.drop(plan)
-        self._codecs.drop(plan)
         self._reassembly.drop(plan)
         self._here.requests.drop(plan)
         self._here.answers.drop(plan)
@@ -257,7 +258,7 @@ class ParameterService:
         homes."""
         self._here.work.when_quiet(plan, then)
 
-    def save(self, plan: int, into: dict[str, Array], then: Callable[[BaseException | None], None]) -> None:
+    def save(self, plan: int, into: dict[str, Array], then: Then) -> None:
         """Has a thread copy the state of a plan's homes on this node, and what its workers have not sent, all as of one
         moment at which no thread is at work for the plan.
 
@@ -281,36 +282,34 @@ class ParameterService:
         if plan is not None:
             self._clients.forget_unsent(plan.plan.id)
 
-    def load(
-        self, process_set: int, group: str, state: Mapping[str, Array], then: Callable[[FusionError | None], None]
-    ) -> None:
+    def load(self, process_set: int, group: str, state: Mapping[str, Array], then: Then) -> None:
         """Loads such a state into the active plan of a group, or into its next one. A state of another optimizer fails
         the job: the thread that makes the optimizer notices it.
 
         Args:
             state: stays as it is until `then` is called, in the event loop. That gets an error if the state is of other
-                buckets, or damaged, or something is under way. Nothing has changed then.
+                buckets, or damaged, or something is under way. Nothing has changed then. It is not called any more when
+                the job cannot go on.
         """
         copies: dict[str, Array] = {}
 
-        def copied(error: BaseException | None) -> None:
-            if error is not None:
-                raise error
-            plan, refused = self._plan_of(process_set, group), None
-            try:
-                if plan is None:
-                    self._checkpoints.keep(process_set, group, copies)
-                else:
-                    self._checkpoints.restore(plan, copies)
-                    self.occupied.restored(plan.plan.id)
-            except FusionError as why:
-                refused = why
-            then(refused)
+        def copied() -> None:
+            plan = self._plan_of(process_set, group)
+            if plan is None:
+                self._checkpoints.keep(process_set, group, copies)
+                then(None)
+            else:
+                self._checkpoints.restore(plan, copies, partial(loaded, plan.plan.id))
+
+        def loaded(plan: int, error: BaseException | None) -> None:
+            if error is None:
+                self.occupied.restored(plan)
+            then(error)
 
         def copy() -> None:
             copies.update((key, value.copy()) for key, value in state.items())
 
-        self._here.work.do(0, [copy], sum(value.nbytes for value in state.values()), copied)
+        self._here.do(0, copy, sum(value.nbytes for value in state.values()), copied)
 
     def _plan_of(self, process_set: int, group: str) -> PlanState | None:
         """Returns the active plan of a group; None if there is none."""

@@ -663,6 +663,62 @@ def test_nothing_is_taken_in_while_homes_are_copied(algorithm: str, copies: int,
     assert [hosted.home.version for hosted in boxes_of(workers, 0)] == [2, 2]
 
 
+TOPK = "topk(density=0.2, minimum=0)"
+
+
+def test_a_load_that_is_under_way_when_the_formation_ends_leaves_no_trace() -> None:
+    start = START.astype(np.float32)
+    first, second = (Workers([1, 1], "asp", start, RATE, ADAM, TOPK) for _ in range(2))
+    train(first, range(3), (0, 1))
+    state, before = saved(first)[0], saved(second)[0]
+    answers: list[object] = []
+    homes, boxes, job = homes_of(second, 0), boxes_of(second, 0), second.job
+    clients = [(client, client.clock, client.codec) for client in homes._clients]
+    homes.load(0, "opt", state, answers.append)
+    assert job.deferred, "the thread is at work"
+    job.nodes[0].engine.fail_job("over")
+    while job.step():
+        pass
+    assert answers == []
+    assert all((client.clock, client.codec) == (clock, codec) for client, clock, codec in clients)
+    for hosted in boxes:
+        assert hosted.home.value is not None
+        assert hosted.home.value.tolist() == before[f"home:{hosted.bucket.index}:-1:value"].tolist()
+        assert (hosted.home.version, hosted.encoders, hosted.closed) == (0, {}, False)
+
+
+@for_each("seed", range(6))
+def test_nothing_is_taken_in_while_a_state_is_loaded(seed: int) -> None:
+    start = START.astype(np.float32)
+    first = Workers([1, 1], "asp", start, RATE, codec=TOPK)
+    second = Workers([1, 1], "asp", start, RATE, codec=TOPK, job=SimulatedJob([1, 1], seed))
+    train(first, range(3), (0, 1))
+    answers: list[object] = []
+    homes_of(second, 0).load(0, "opt", saved(first)[0], answers.append)
+    second.post(1, gradient(1, 9).astype(np.float32), settle=False)
+    second.job.settle()
+    assert answers == [None]
+    for hosted in boxes_of(second, 0):
+        assert hosted.home.version == 7, "six of before, and one after that"
+
+
+@for_each("seed", range(6))
+def test_workers_hear_of_a_plan_when_its_homes_have_the_state_that_was_kept_for_it(seed: int) -> None:
+    first = Workers([1, 1], "asp", START.astype(np.float32), RATE, codec=TOPK)
+    train(first, range(3), (0, 1))
+    job = SimulatedJob([1, 1], seed)
+    for node, state in enumerate(saved(first)):
+        job.load_homes(node, state)
+    tensors = tuple(wire.TensorSpec(f"w{i}", "float32", (20,), together=min(i, 1)) for i in range(3))
+    proposal = wire.Proposal("opt", 0, 0, first.plan.reduction, tensors)
+    handles = [job.propose(rank, proposal) for rank in job.ranks]
+    while job.step():
+        for rank in job.ranks:
+            if job.is_answered(rank, handles[rank]):
+                assert [client.clock for client in job.engine(rank).homes._clients] == [3, 3]
+    assert all(job.is_answered(rank, handles[rank]) for rank in job.ranks)
+
+
 @pytest.mark.parametrize("algorithm", ["dpsgd(topology='ring')", "bsp", "ssp(staleness=2)"])
 def test_a_plan_without_tensors_hinders_nothing(algorithm: str) -> None:
     """Of an optimizer whose parameters are all frozen, or elsewhere."""
