@@ -59,15 +59,15 @@ def test_a_snapshot_is_read_beside_the_event_loop(tmp_path: Path) -> None:
     job = SimulatedJob((1, 1), snapshot_directory=str(tmp_path), snapshot_restore=True)
     job.files_answer = False
     second = Workers((1, 1), "asp", START, RATE, ADAM, job=job)
-    second.post(0, np.ones(DIM))
     assert len(job.waiting_for_files) == 2, "one for each node"
-    assert second.answered() == []
+    assert not second.are_seeded(), "homes take nothing in before they have the snapshot"
     job.files_answer = True
     for begin in job.waiting_for_files:
         begin()
     job.settle()
-    first.post(0, np.ones(DIM))
+    assert second.are_seeded()
     for workers in (first, second):
+        workers.post(0, np.ones(DIM))
         workers.collect(0)
     assert (second.home() == first.home()).all()
 
