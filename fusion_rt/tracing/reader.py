@@ -187,7 +187,7 @@ def read(path: str, window: Window | None = None) -> Ring:
     return Ring(
         **vars(header),
         path=path,
-        names=("", *names),
+        names=("", *map(shown, names)),
         records=records,
         overwritten=overwritten,
         problems=tuple(problems),
@@ -255,14 +255,14 @@ def shown(text: bytes) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in decoded)
 
 
-def _names(data: bytes) -> tuple[list[str], int]:
-    """Returns the names in a part of the table of names, and the bytes that they take."""
+def _names(data: bytes) -> tuple[list[bytes], int]:
+    """Returns the names in a part of the table of names as they are, and the bytes that they take."""
     names, at = [], 0
     while at + 2 <= len(data):
         end = at + 2 + int.from_bytes(data[at : at + 2], "little")
         if end > len(data):
             break
-        names.append(shown(data[at + 2 : end]))
+        names.append(data[at + 2 : end])
         at = end
     return names, at
 
@@ -475,7 +475,7 @@ class RingFollower:
         if number >= len(self._names):
             more = self._header().names_nbytes - self._names_nbytes
             names, nbytes = _names(os.pread(self._fd, more, HEADER_NBYTES + self._names_nbytes))
-            self._names += names
+            self._names += [name.decode(errors="replace") for name in names]  # JSON escapes them itself
             self._names_nbytes += nbytes
         return self._names[number] if number < len(self._names) else ""
 

@@ -20,7 +20,7 @@ from fusion_rt import wire
 from fusion_rt.choice.codec_costs import ALLREDUCE
 from fusion_rt.torch.autotune.director import Director, Step
 from fusion_rt.torch.autotune.replanning import Replanning
-from fusion_rt.torch.sync.overlap.after_step import AfterStep
+from fusion_rt.torch.sync.overlap.after_step import OneStepLate
 from tests.harness import Job, on_ranks
 from tests.torch.training import (
     assert_equal_on_all_ranks,
@@ -225,7 +225,7 @@ def test_auto_changes_when_updates_are_applied_only_where_that_was_asked() -> No
     _, optimizer = trained(range(2), {"FUSION_AUTO": "async", **few})
     assert hasattr(optimizer, "synchronize_parameters")
     model, optimizer = trained(range(30), {"FUSION_AUTO": "async", **few}, compression="fp16", overlap="stale")
-    assert {type(optimizer._schedule), optimizer._sync.plan.agreed.reduction.codec} == {AfterStep, "fp16"}, "as asked"
+    assert {type(optimizer._schedule), optimizer._sync.plan.agreed.reduction.codec} == {OneStepLate, "fp16"}, "as asked"
     assert_equal_on_all_ranks(model)
 
 
