@@ -26,7 +26,7 @@ from fusion_rt.host.bootstrap import decode_line, encode_line
 
 LAUNCHER = "fusion_rt.runner.command.function_launcher"
 # Not `-m`, which puts the current directory first on the path, in which others may have left modules (/tmp, say); and
-# PYTHONSAFEPATH does nothing before Python 3.11. What the function needs from there, the caller's path has.
+# PYTHONSAFEPATH does nothing before Python 3.11. The caller's path has the modules that the function needs.
 _WORKER = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
     "from fusion_rt.runner.agent.function_call import main; main()"
@@ -206,7 +206,7 @@ def _launch(arguments: Sequence[str], function: bytes) -> tuple[RunAnswer, list[
 
 def _send(stdin: IO[bytes], data: bytes) -> None:
     rest = memoryview(data)
-    with suppress(BrokenPipeError):  # it has ended already, and what it answered says why
+    with suppress(BrokenPipeError):  # it has ended already, and its answer says why
         while rest:
             rest = rest[stdin.write(rest) :]
 

@@ -80,7 +80,7 @@ class Settings:
         variable="FUSION_JOB_SECRET_FILE", placeholder="FILE")
     insecure_rendezvous: bool = _row(
         False, START, "Start of a job of several hosts without a secret, under launchers other than fusionrun: "
-        "anybody who reaches its rendezvous can take part in it.",
+        "every process that reaches its rendezvous can take part in it.",
         unit=SWITCH, flags=("--insecure-rendezvous",), variable="FUSION_INSECURE_RENDEZVOUS",
         yaml="params.insecure_rendezvous")
     fusion_threshold: int = _row(

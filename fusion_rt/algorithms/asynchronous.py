@@ -72,7 +72,7 @@ class DCASGD(Algorithm):
         fraction(self, "decay")
 
     def home_copies(self, ranks: int) -> float:
-        return 1.0 + ranks + self.adaptive  # with what each rank has, and the mean square
+        return 1.0 + ranks + self.adaptive  # with each rank's values, and the mean square
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class Decoupled(OuterFragments):
         not_negative(self, "quorum", "grace")
 
     def worker_copies(self, codec: Codec) -> float:
-        return 2.0  # the start, and what was posted, until it is answered
+        return 2.0  # the start, and the post, until it is answered
 
     def home_copies(self, ranks: int) -> float:
         return 2.0  # with the outer momentum

@@ -30,7 +30,7 @@ class ReducerWaits:
         self._lock = threading.Lock()
         self._graph = -1  # the backward pass
         self._expected: deque[Submission] = deque()
-        self._is_over = False  # the graph, and not yet what the reducer does then
+        self._is_over = False  # the graph, and not yet the reducer's work after it
         self._open: Submission | None = None  # is waited for
 
     def expect(self, parts: Sequence[Submission]) -> None:

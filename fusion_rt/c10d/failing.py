@@ -68,7 +68,7 @@ def heed(client: Client, ask: Callable[[], Answer]) -> Answer:
             error = answer.exception()
             if not isinstance(error, DistNetworkError):
                 return answer.result()
-            if deadline is None:  # whoever served the store is gone, and somebody will say why
+            if deadline is None:  # the process that served the store is gone, and another will say why
                 deadline = time.monotonic() + _PATIENCE
             if time.monotonic() >= deadline:
                 raise CollectiveError(f"the store in which the ranks meet is gone: {error}") from None

@@ -322,7 +322,7 @@ class RecordedOperation:
             return self._message_name(), _sizes(given), _sizes(taken)
         if title == "all_reduce_coalesced":
             title = "allreduce_coalesced"
-        elif title == "all_to_all":  # adds up what all give and all get, of each one's first tensor
+        elif title == "all_to_all":  # adds up all inputs and outputs, of each one's first tensor
             return title, _added(given), _added(taken)
         elif title == "reduce_scatter":
             return _scattered(given, taken)
@@ -497,7 +497,7 @@ class FlightDumps:
         underlying = store
         while isinstance(underlying, PrefixStore):
             underlying = underlying.underlying_store
-        # Other stores are asked again and again while somebody waits; before torch 2.8 they cannot be waited for beside
+        # Other stores are asked again and again during a wait; before torch 2.8 they cannot be waited for beside
         # others that use them.
         if isinstance(underlying, TCPStore) and hasattr(store, "clone"):
             self._start("fusion-flight-store", self._await_word, store.clone())
@@ -509,7 +509,7 @@ class FlightDumps:
             try:
                 store.wait([key], _WAIT)
                 word = store.get(key)
-            except DistNetworkError:  # the store is gone: who serves it has left
+            except DistNetworkError:  # the store is gone: its server has left
                 return
             except DistStoreError:  # nothing has happened for so long
                 continue

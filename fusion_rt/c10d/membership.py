@@ -44,7 +44,7 @@ from fusion_rt.torch.core.rendezvous import TorchStore
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, leave, runtime
 
 _SCOPE = "fusion"  # first part of the keys in torch's store
-_SLICE = 1.0  # seconds of one wait in a store, which nobody can end
+_SLICE = 1.0  # seconds of one wait in a store, which cannot be ended
 
 
 class Member:

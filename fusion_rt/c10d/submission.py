@@ -63,7 +63,7 @@ class Submission:
 
     def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         self._outputs = outputs
-        self._queued: device.Copying | None = None  # what a device may still do with the outputs
+        self._queued: device.Copying | None = None  # pending work of a device on the outputs
         if not all(map(device.layer.is_host, outputs)):
             self._queued = device.layer.mark(*outputs)
         self._given: Memory | None = None
@@ -164,11 +164,11 @@ class Collective(Submission):
             inline = place = into = None
             large = not in_place and _nbytes_of(outputs) > wire.MAX_INLINE
             if large:
-                # What a member gives must stay until it has been combined, and may not be where a part of the result
+                # A member's input must stay until it has been combined, and may not be where a part of the result
                 # goes.
                 own = signature.kind in ("allgather", "broadcast")
                 if own or not _overlap(inputs or (), outputs):
-                    into = self._place_of(here, outputs, True)  # first: what is given may be a part of it
+                    into = self._place_of(here, outputs, True)  # first: the input may be a part of it
             if inputs is not None:
                 nbytes = _nbytes_of(inputs)
                 if nbytes <= wire.MAX_INLINE:

@@ -32,7 +32,7 @@ from fusion_rt.torch.core.runtime import runtime
 _LOOPBACK = "127.0.0.1"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _store: TCPStore | None = None  # on rank 0: process groups come and go
-_set: Mapping[str, str] = {}  # what was set
+_set: Mapping[str, str] = {}  # the variables that were set
 _client: Client | None = None  # of the membership for which it was
 
 

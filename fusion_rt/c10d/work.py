@@ -45,7 +45,7 @@ class ProfiledOperation:
         with self._lock:
             record, self._record = self._record, None
         if record is not None:
-            # What one thread begins and another one ends is what the profilers take for asynchronous.
+            # Profilers take an event that one thread begins and another ends for asynchronous.
             ending = threading.Thread(target=_record_function_with_args_exit, args=(record,))
             ending.start()
             ending.join()

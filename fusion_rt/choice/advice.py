@@ -24,7 +24,7 @@ from fusion_rt.core.wording import counted
 
 _STEP, _MODELS = 1.02, 90  # how much smaller each model is than the one before, and how many: down to a sixth
 _LITTLE = 0.2  # share of a step that may be communication before the advice looks further
-_TENSORS = 32  # gradients that a model is taken to have; each is the same share of what those before it leave
+_TENSORS = 32  # gradients that a model is taken to have; each is the same share of the rest after those before it
 _LARGEST = (
     0.75,
     0.16,

@@ -157,7 +157,7 @@ def candidates(
         late: updates can be applied one step late.
         local: ranks can take local steps instead, by the algorithms of `LOCAL`.
     """
-    sizes = [default.threshold, (nbytes // MIB + 2) * MIB]  # what is padded fits in, too
+    sizes = [default.threshold, (nbytes // MIB + 2) * MIB]  # the padded size fits in, too
     sizes += [-(-nbytes // parts) for parts in _TO_BUCKETS]
     routes: list[wire.Route] = [default.exchange, "doubling"] if nodes > 1 else [default.exchange]
     plain = [

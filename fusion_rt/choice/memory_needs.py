@@ -69,4 +69,4 @@ def _daemon(algorithm: Algorithm, codec: Codec, nodes: int, workers: int, ranks:
     if algorithm.at_shards:  # each node has its share of them, and the contributions of a clock that others have sent
         told = 0.0 if codec.lossless else 2.0 * ranks
         return (copies + told + ranks - workers) / nodes + workers * codec.memory()
-    return workers * (copies + 2.0 + codec.memory())  # of two neighbours who are ahead, the contributions wait there
+    return workers * (copies + 2.0 + codec.memory())  # of two neighbours that are ahead, the contributions wait there

@@ -36,16 +36,16 @@ from typing import Protocol
 from fusion_rt.core.errors import ArenaError
 from fusion_rt.host.arena import Arena, Segment
 
-LEAST = 64 * 1024  # bytes; of fewer, a copy costs no more than what is done here
+LEAST = 64 * 1024  # bytes; of fewer, a copy costs no more than adoption
 _MOST = 128  # adopted tensors; each has a descriptor and a segment
 _REMEMBERED = 1024  # tensors that were used, and are not adopted
-_USES = 2  # of a tensor before it is adopted: what is freed soon, or forked with in each step, is only copied
+_USES = 2  # of a tensor before it is adopted: one that is freed soon, or forked with in each step, is only copied
 _PAGE = mmap.PAGESIZE
 _FILE_PAGE, _PRESENT = 1 << 61, 1 << 63  # in an entry of /proc/self/pagemap
 _SHARED = mmap.MAP_SHARED | mmap.MAP_POPULATE
 _FIXED = 0x10  # MAP_FIXED, as in <linux/mman.h>
 _FAILED = ctypes.c_size_t(-1).value
-_HEADER = 16  # bytes in front of what malloc returns
+_HEADER = 16  # bytes in front of an address that malloc returns
 _NOT_MAIN = 4  # in a header's size: of an arena that gives pages back without unmapping them
 _FLAGS = 7
 _SLACK = 2 * _PAGE + 64  # bytes that an allocation may have more than was asked for
@@ -154,7 +154,7 @@ class Adoptions:
         self._arena = arena
         self._lock = threading.RLock()  # a fork in a signal's handler may find it held by its own thread
         self._adopted: list[_Adopted] = []  # by address; they do not overlap
-        self._retired: deque[int] = deque()  # segments that nobody uses any more
+        self._retired: deque[int] = deque()  # segments that are not used any more
         self._seen: OrderedDict[tuple[int, int], tuple[Hashable, object, int]] = OrderedDict()
         # From the first adoption on, since later there may be no descriptors left.
         self._pages = self._maps = -1
@@ -272,7 +272,7 @@ class Adoptions:
         with self._lock:
             self._wanted = False
             self._privatise(self._adopted[:])
-            for each in self._adopted[:]:  # what the kernel refused to map is shared with nobody from now on
+            for each in self._adopted[:]:  # memory that the kernel refused to map is not shared from now on
                 self._drop(each)
             self._retired.clear()
             for descriptor in (self._pages, self._maps):
@@ -295,7 +295,7 @@ class Adoptions:
             self._retired.clear()  # the connection is the parent's
         self._lock.release()
 
-    # --- what they share ----------------------------------------------------------------------------------------------
+    # --- shared parts -------------------------------------------------------------------------------------------------
 
     def _is_there(self, adopted: _Adopted) -> bool:
         """Returns whether the storage still is where it was, and the segment's pages are there."""

@@ -134,7 +134,7 @@ class Channel:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting = 0  # threads that wait for the one that reads
-        self._silent = 0.0  # seconds for which somebody has waited, and nothing has come
+        self._silent = 0.0  # seconds of waiting during which nothing has come
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, limit, _TIMEVAL)
 
@@ -195,7 +195,7 @@ class Channel:
         while True:
             try:
                 packet.send(self.socket)
-            except BlockingIOError:  # it has not read what was sent before
+            except BlockingIOError:  # it has not read the messages before
                 waited += _LOOK
                 if self.failure is None and not (self.patience and waited >= self.patience):
                     continue
@@ -305,7 +305,7 @@ class Channel:
         """Ends the connection."""
         with contextlib.suppress(OSError):  # gone already
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads; close would not
-            # What nobody has read would reset the connection, and the daemon would not get to read `Bye`.
+            # Unread messages would reset the connection, and the daemon would not get to read `Bye`.
             while self.socket.recv(1, _DONTWAIT):
                 pass
         self.socket.close()
@@ -426,7 +426,7 @@ class Channel:
             self.told = self.failure is None
             self.fail(message.message)
         elif not isinstance(message, wire.Pong):
-            raise FusionError(f"the daemon sent {type(message).__name__}, which nobody asked for")
+            raise FusionError(f"the daemon sent {type(message).__name__}, which was not asked for")
 
 
 def _mapped(fd: int, nbytes: int) -> Segment:

@@ -188,7 +188,7 @@ class Client:
             name = signature.kind + wire.UNNAMED
         identity = (process_set, name)
         if identity in self._in_flight:
-            self.channel.read_available()  # it may have ended, and nobody has looked
+            self.channel.read_available()  # it may have ended unnoticed
         if identity in self._in_flight:
             raise ValueError(
                 f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "

@@ -11,7 +11,7 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.local import packets
 
-_DAEMONS_FIRST = 1.2  # of the time-out: daemons, which know who is late, speak first
+_DAEMONS_FIRST = 1.2  # of the time-out: daemons, which know the late ones, speak first
 
 
 class DaemonGone(FusionError):

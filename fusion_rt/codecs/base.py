@@ -337,7 +337,7 @@ class BucketCodec(ABC):
             "encoded": self._exchanges * self.encoded_elements,
         }
 
-    # What it remembers.
+    # Its memory.
 
     def keep(self) -> None:
         """Keeps a copy of its memory for `go_back`, if it is asked to. To be called when a step begins."""

@@ -46,7 +46,7 @@ class DemoBucket(SelectingBucketCodec):
         self._transformed = [span for span in layout.spans if span.numel and not rules.is_dense(span)]
         self._plain = Spans(_between([(span.start, span.end) for span in self._transformed], layout.elements))
         self._edges = [span.start + cosines.tiles(*_shape(span), codec.chunk) for span in self._transformed]
-        self._sums: Array | None = None  # what was written of a result
+        self._sums: Array | None = None  # the written part of a result
         cosines.prepare()
         prepare_chunks()
 
@@ -114,7 +114,7 @@ class DemoBucket(SelectingBucketCodec):
         super().load_state_dict(state, partial)
         self._residual[:] = self._coefficients(self._residual)
 
-    # What a selection is made of.
+    # The parts of a selection.
 
     def _widened(self, values: Array) -> Array:
         return self._coefficients(super()._widened(values))

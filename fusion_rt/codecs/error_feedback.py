@@ -76,7 +76,7 @@ class FeedbackBucketCodec(BucketCodec):
         self._velocity: Array | None = np.zeros(layout.elements, np.float32) if velocity else None
         self._ranges: tuple[Range, ...] = joined([(s.start, s.end) for s in layout.spans if s.numel])
         self._seconds = 0.0  # that contributions took
-        self._before: list[Array] = []  # what the memories were when the step began
+        self._before: list[Array] = []  # the memories as the step began
         selection.prepare()
         if layout.dtype != F32:
             cpu.prepare([], [(layout.dtype, F32), (F32, layout.dtype)])

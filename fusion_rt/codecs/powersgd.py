@@ -153,7 +153,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
                 output[:] = wide
         self._seconds += time.perf_counter() - began
 
-    # As a codec that is not asked for sums: an approximation of what one node has.
+    # As a codec that is not asked for sums: an approximation of one node's values.
 
     def encode(self, start: int, values: Array) -> memoryview:
         """A step of the whole bucket in one payload: P, the elements that travel whole, and Q, all as float32."""

@@ -266,7 +266,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         """The random bits for one rounding of this step, `CONTRIBUTION` or `SUM`; None to round to the nearest."""
         return None
 
-    # What is done to the elements of a range.
+    # Operations on the elements of a range.
 
     def _accumulate(self, start: int, values: Array) -> Quantised:
         """Adds to the residual, and takes the sent part from it."""

@@ -37,7 +37,7 @@ from fusion_rt.kernels.selection import NOTHING, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
 
 _MAX_ELEMENTS = 2**31 - 1  # an index has 32 bits
-_MASKED_DENSITY = 0.01  # above it, clearing the velocity of what is sent has been seen to hurt
+_MASKED_DENSITY = 0.01  # above it, clearing the velocity of sent elements has been seen to hurt
 _TEAM_ELEMENTS = 1 << 20  # groups from here on are worth more than one thread
 
 
@@ -162,7 +162,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self._format, self._whole = FORMATS[codec.value], FORMATS[format_of_whole(codec.value)]
         self._packer = Packer(self.sparse, self.dense, codec.value, codec.index, shared)
         self._asked = self._selected = self._always = self._wanted = 0
-        self._factor = 1.0  # of the last gradient: what clipping leaves, without the loss scale
+        self._factor = 1.0  # of the last gradient: after clipping, without the loss scale
         self._masked: tuple[Array, Array] = np.empty(0, np.int32), np.empty(0, np.float32)  # velocities that it cleared
         coding.prepare()
         self._format.prepare()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 TRACEBACK = "Traceback (most recent call last):"  # how Python begins one
 MARGIN = "    "
-_FIRST, _LAST = 12, 68  # lines: more than a launcher keeps of what a rank prints would hide whose it is
+_FIRST, _LAST = 12, 68  # lines: more than a launcher keeps of a rank's output would hide its source
 
 
 def quoted(text: str) -> str:

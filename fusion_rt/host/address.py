@@ -95,7 +95,7 @@ def _of_name(host: str) -> str:
                 try:
                     probe.bind(address)
                 except OSError:
-                    continue  # somebody else's address, such as a gateway's in front of this host
+                    continue  # another host's address, for example a gateway's in front of this host
                 return str(address[0])
     return ""
 

@@ -50,7 +50,7 @@ class StartedDaemon:
         with (
             contextlib.suppress(BrokenPipeError),
             self._process.stdin as stdin,
-        ):  # who connects finds out why it is gone
+        ):  # a connection finds out why it is gone
             stdin.write(encode_line(peers))
 
     def leave(self) -> None:

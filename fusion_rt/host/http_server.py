@@ -162,7 +162,7 @@ class Server:
             sock, address = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # it was gone before it was accepted
             return
-        except OSError as error:  # no descriptors or memory: those who wait keep waiting
+        except OSError as error:  # no descriptors or memory: pending connections keep waiting
             if not self._lacking:  # else it has been said
                 _log.warning(
                     "no connection can be accepted for now: %s; tried again every %g s", error.strerror, _PAUSE

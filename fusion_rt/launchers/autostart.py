@@ -81,8 +81,8 @@ def _check_secret(meeting: Meeting, settings: Settings) -> None:
     """Raises `FusionError` if there is no secret, and the settings do not say that the job may do without."""
     if meeting.secret:
         return
-    danger = ("this job runs on several hosts and its processes share no secret, so that anybody who reaches its "
-              "rendezvous can take part in it, read its data and run code in its workers")  # fmt: skip
+    danger = ("this job runs on several hosts and its processes share no secret, so that every process that reaches "
+              "its rendezvous can take part in it, read its data and run code in its workers")  # fmt: skip
     if not settings.insecure_rendezvous:
         raise FusionError(
             f"{danger}: make one with `(umask 077; openssl rand -hex 32 > {SECRET_FILE})`, copy that file to every "

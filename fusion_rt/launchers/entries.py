@@ -112,7 +112,7 @@ def unseal(secret: bytes, name: str, value: bytes, kind: type[_T]) -> _T:
         WireError: it was not stored under that name with the secret, or it is no such message.
     """
     if not is_sealed(secret, name, value):
-        raise WireError(f"{name} was stored by somebody else, or with another secret (FUSION_JOB_SECRET_FILE)")
+        raise WireError(f"{name} was stored by another process, or with another secret (FUSION_JOB_SECRET_FILE)")
     return decode_line(value.partition(b" ")[2], kind)
 
 

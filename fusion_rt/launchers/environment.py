@@ -150,7 +150,7 @@ def _from_horovodrun(environ: Mapping[str, str]) -> Environment:
 
 def _from_torchrun(environ: Mapping[str, str]) -> Environment:
     rank, size, local_rank = _ranks(environ, *_TORCHRUN[:4])
-    # Run id and port may repeat from one job to the next. On one host, what does not is the directory made for the
+    # Run id and port may repeat from one job to the next. On one host, the directory does not that is made for the
     # workers' error reports, or else the agent, which is every worker's parent (not where it runs under a wrapper).
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
     values = [environ.get(name, "") for name in names]
@@ -191,7 +191,7 @@ def _from_pmi(environ: Mapping[str, str]) -> Environment:
             _, _, local_rank = _ranks(environ, *_PMI, *names)
             if _number(environ, names[1]) == size:
                 return Environment(rank, size, local_rank, identity("pmi", *_parent(environ)))
-    if local_rank < 0 and "MASTER_ADDR" not in environ:  # nobody says that there are other hosts
+    if local_rank < 0 and "MASTER_ADDR" not in environ:  # nothing says that there are other hosts
         rank, size, local_rank = _ranks(environ, *_PMI)
         return Environment(rank, size, local_rank, identity("pmi", *_parent(environ)))
     scope = identity("pmi", environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
@@ -224,7 +224,7 @@ _LAUNCHERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, str]], Environme
     (_PMI, _from_pmi),
     (_SLURM, _from_slurm),
 )
-_MARKS = (  # what shows that a launcher's variables were meant, all of them, and the launcher
+_MARKS = (  # the variables that show that a launcher's were meant, all of them, and the launcher
     (_HOROVODRUN[5:], _HOROVODRUN, "horovodrun or fusionrun"),
     (_FUSIONRUN, _FUSIONRUN, "fusionrun"),
     (_TORCHRUN[:4], _TORCHRUN, "torchrun or fusionrun"),

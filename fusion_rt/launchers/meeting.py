@@ -10,7 +10,7 @@ from fusion_rt.core.errors import FusionError
 Address = tuple[str, int]  # host name or IP address, and port
 
 LIKELY_HOSTS = 4  # hosts of a list on which rank 0 is looked for
-PORTS_OF_A_MEETING = range(20000, 29000)  # where nobody has chosen one: below those that systems hand out
+PORTS_OF_A_MEETING = range(20000, 29000)  # where none was chosen: below those that systems hand out
 _PORTS_TRIED = 4
 
 

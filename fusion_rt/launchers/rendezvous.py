@@ -47,7 +47,7 @@ from fusion_rt.launchers.meeting import Meeting
 _FIRST_PAUSE = 0.005  # seconds between two looks at a store; doubles up to the longest
 _LONGEST_PAUSE = 0.05
 _PAUSE_PER_RANK = 0.002  # of large jobs, so that the store has no more than so many to answer
-_LAST_WORDS = 2.0  # seconds that the others get, beyond the limit, to hear from rank 0 what went wrong
+_LAST_WORDS = 2.0  # seconds that the others get, beyond the limit, to hear the reason from rank 0
 _T = TypeVar("_T")
 
 
@@ -266,7 +266,7 @@ class Rendezvous:
         own = self._own
         if isinstance(own, Endpoint) and (len(table.endpoints) <= own.node or table.endpoints[own.node] != own):
             raise FusionError(f"the store at {self._store.where} has another endpoint for node {own.node} than its "
-                              "daemon gave: somebody else writes to it")  # fmt: skip
+                              "daemon gave: another process writes to it")  # fmt: skip
         return table
 
     # --- entries ------------------------------------------------------------------------------------------------------

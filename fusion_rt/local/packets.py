@@ -46,7 +46,7 @@ def connect(sock: socket.socket, path: str) -> int:
     pid, uid, _ = peer_credentials(sock)
     if uid not in (os.getuid(), 0):
         raise FusionError(f"user {uid} listens at {path}, and not a daemon of user {os.getuid()}; set "
-                          "FUSION_RUNTIME_DIR to a directory that is nobody else's")  # fmt: skip
+                          "FUSION_RUNTIME_DIR to a directory that belongs to this user alone")  # fmt: skip
     return pid
 
 

@@ -39,7 +39,7 @@ def parse(text: str, directory: str = "") -> wire.Stack:
         directory: where paths that are not absolute begin.
     """
     frames: list[wire.Frame] | None = None
-    for line in text.split("\n")[:-1]:  # what has no end was cut off
+    for line in text.split("\n")[:-1]:  # a text without an end was cut off
         if line == _HEAD:
             frames = []
         elif frames is not None and (found := _FRAME.fullmatch(line)):

@@ -148,7 +148,7 @@ def _agree(chosen: Iterable[Schedule], model: torch.nn.Module | None) -> None:
     for schedule in chosen:
         schedule.finish()
         schedule.drain()
-    barrier()  # whatever anybody has posted is where it belongs
+    barrier()  # all posts are where they belong
     for schedule in chosen:
         if isinstance(schedule, AtStep):
             schedule.agree()

@@ -734,7 +734,7 @@ class KFAC:
         owners = self.owners() if together else {}
         if together:
             own = runtime().rank
-            for state in fresh:  # before any work: what the others have done may come while this rank decomposes
+            for state in fresh:  # before any work: the others' results may come while this rank decomposes
                 if owners[state.layer.name] != own:
                     self._send(state, torch.empty(_packed_size(state), **_like(state)), owners[state.layer.name])
         for state in fresh:

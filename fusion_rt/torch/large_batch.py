@@ -449,7 +449,7 @@ class LinearScaling(torch.optim.lr_scheduler.LRScheduler):
         self.dataset_size, self.steps_per_epoch = dataset_size, steps_per_epoch
         self.warmup_epochs, self.rewarm_steps, self.scaling = warmup_epochs, rewarm_steps, scaling
         self.after, self.after_by = after, after_by
-        self.optimizer = optimizer  # torch does so too, but what follows needs it already
+        self.optimizer = optimizer  # torch does so too, but the next lines need it already
         self._ranks = 1  # as it was known last
         self._batch = self._current_batch()
         self._ramp = (0, self._target(), 0)  # step at which the scale begins to move, from where, within how many steps

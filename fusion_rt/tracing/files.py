@@ -66,7 +66,7 @@ def _remove_jobs(paths: list[str]) -> list[str]:
         if _remove_rings(path):
             try:
                 os.rmdir(path)
-            except OSError:  # somebody has just begun to use it
+            except OSError:  # another process has just begun to use it
                 continue
             gone.append(path)
     return gone

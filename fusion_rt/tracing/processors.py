@@ -21,7 +21,7 @@ def machine() -> bytes:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return MACHINE.pack(uuid.UUID(file.read().strip()).bytes, round(allowed() * 1000))
-    except FileNotFoundError:  # a sandbox without /proc: what is recorded is worth more than where
+    except FileNotFoundError:  # a sandbox without /proc: the record is worth more than its place
         return bytes(MACHINE.size)
 
 

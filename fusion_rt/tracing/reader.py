@@ -58,7 +58,7 @@ _BLOCK = 1 << 18  # records that are looked through at once
 _IS_RARE = np.isin(np.arange(max(Kind) + 2), RARE)
 _KINDS = np.array(sorted(Kind), "<u2")
 _SLACK = 10**9  # ns that a record may be older than its ring
-# What no job reaches, and a damaged or hostile file may claim. Within it, sums of times and sizes fit into int64.
+# No job reaches these, and a damaged or hostile file may claim them. Within it, sums of times and sizes fit into int64.
 _LONGEST = 1 << 58  # ns, nine years: since a host came up, and of anything
 _LATEST = 1 << 62  # ns since 1970
 _MOST_BYTES = 1 << 44  # of a tensor
@@ -433,7 +433,7 @@ class RingFollower:
             place = self.next % capacity
             count = min(until - self.next, _MOST, capacity - place)
             data = os.pread(self._fd, count * RECORD.size, RECORDS_AT + place * RECORD.size)
-            if self.written + WRITERS - capacity > self.next:  # what was read may be newer than it should be
+            if self.written + WRITERS - capacity > self.next:  # the data that was read may be newer than it should be
                 skipped = self.written - capacity // 2 - self.next
                 self.next += skipped
                 self._begun = True

@@ -53,7 +53,7 @@ def test_a_daemon_that_talks_nonsense(daemon: Daemon, client: Client) -> None:
     with pytest.raises(WireError):
         client.wait(operation)
     daemon.send(WELCOME)
-    with pytest.raises(FusionError, match="which nobody asked for"):
+    with pytest.raises(FusionError, match="which was not asked for"):
         client.wait(operation)
     daemon.send(wire.Done(operation.handle, bytes(8)))
     client.wait(operation)

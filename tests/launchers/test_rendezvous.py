@@ -229,7 +229,7 @@ def test_what_a_stranger_writes_counts_as_not_there() -> None:
 def test_another_secret_is_named_as_a_likely_cause() -> None:
     store = Memory()
     say(store, "assignment", Assignment("test-1", TOPOLOGY, ("first",) * 5), secret=b"other")
-    with pytest.raises(FusionError, match="stored by somebody else, or with another secret"):
+    with pytest.raises(FusionError, match="stored by another process, or with another secret"):
         rendezvous(store, 1, Clock()).assign(arrival(1), "test")
 
 

@@ -19,7 +19,7 @@ from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.owned import Gathered, Owned
 from fusiond.collectives.ring import Ring
 
-_SELECTED_NBYTES = 4  # about what a selected value takes, with its index
+_SELECTED_NBYTES = 4  # about the size of a selected value with its index
 
 
 class AllReduce(Algorithm):
@@ -38,7 +38,7 @@ class AllReduce(Algorithm):
         if nodes == 1:
             return 0
         if reducer.op == "adasum":
-            return 2 * elements * reducer.dtype.itemsize  # what a partner sends, as it comes and as elements
+            return 2 * elements * reducer.dtype.itemsize  # a partner's data, as it comes and as elements
         widened = elements * reducer.partial.itemsize if reducer.widens else 0
         return widened + of_partials(reducer, codec).scratch_nbytes(nodes)
 

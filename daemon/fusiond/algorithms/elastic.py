@@ -58,4 +58,4 @@ def _difference(home: Home, part: Contribution, alpha: float) -> Array:
     assert home.value is not None
     difference: Array = part.values - home.value
     difference *= home.dtype.storage.type(alpha)
-    return home.tell(difference)[1]  # so that the home moves by what it tells the worker
+    return home.tell(difference)[1]  # so that the home moves by the same values as the worker

@@ -101,7 +101,7 @@ class TorchOptimizer(ShardOptimizer):
             for tensor in probes.values():
                 tensor.grad = torch.zeros_like(tensor)
             probe.step()
-            # Some (Adagrad's initial sums) are taken from the call, and not from groups; what a group does not say has
+            # Some (Adagrad's initial sums) are taken from the call, and not from groups; an option a group lacks has
             # its usual value all the same, and not that of the first group.
             whole_groups = [{**probe.defaults, **given} for given in arguments]
             self._optimizer = kind(whole_groups, **{name: arguments[0][name] for name in names & arguments[0].keys()})

@@ -211,7 +211,7 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
                 np.copyto(kept, home.value)
 
     def asked(self, home: Home, part: Contribution) -> Answer:
-        if _has_backups(home):  # else all ranks have what the home has
+        if _has_backups(home):  # else all ranks have the values of the home
             self.apply(home, combined([part], NO_VALUES, samples=0))
         return super().asked(home, part)
 

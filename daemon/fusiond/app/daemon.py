@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fusiond")
 _PLANS = 5.0  # seconds between records of the active plans
-_TICK = 1.0  # seconds between looks at what has waited too long, and records of memory
+_TICK = 1.0  # seconds between looks at waits that are too long, and records of memory
 
 
 class Daemon:
@@ -103,7 +103,7 @@ class Daemon:
             self,
         )
         self._formation = Formation(config, self._parts)
-        # Before anybody is told of this daemon: workers that do not find the socket then know that it is gone.
+        # Before this daemon is announced: workers that do not find the socket then know that it is gone.
         self._listener = listen(self._directory.socket_path)
 
     def endpoint(self) -> bootstrap.Endpoint:
@@ -245,7 +245,7 @@ class Daemon:
         self._parts.files.close()
         self._parts.stacks.close()
         self._parts.timeline.close()
-        if self._metrics is not None:  # when nobody waits for this daemon any more
+        if self._metrics is not None:  # when no process waits for this daemon any more
             self._metrics.close()
         self._loop.close()
         self._trace.close()
@@ -284,7 +284,7 @@ class Daemon:
     def peer_lost(self, node: int, why: str) -> None:
         self._formation.peer_lost(node, why)
 
-    # --- what it says about itself ------------------------------------------------------------------------------------
+    # --- its own description ------------------------------------------------------------------------------------------
 
     def figures(self, serial: int = 0) -> wire.Figures:
         """Returns the present figures of this node."""

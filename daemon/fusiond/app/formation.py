@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fusiond.workers.connections import WorkerLink
 
 _log = logging.getLogger("fusiond")
-_PATIENCE = 3  # workers wait so many times as long for this daemon as its peers do, who know better
+_PATIENCE = 3  # workers wait so many times as long for this daemon as its peers do, because peers know better
 
 
 class Formation:
@@ -218,7 +218,7 @@ class Formation:
         self.ending.fail(error)
         self.ending.check_over()
 
-    # --- what it says about itself ------------------------------------------------------------------------------------
+    # --- its own description ------------------------------------------------------------------------------------------
 
     def figures(self, serial: int = 0) -> wire.Figures:
         """Returns the present figures of this node; `serial`: of the question."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fusiond")
 _WORKER, _NODE, _JOB = 0, 1, 2  # that is gone, in records
-_FREED = 0.2  # seconds after a failure in which what kernels and connections still had in hand is done with
-_LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when nobody ends the daemon before
+_FREED = 0.2  # seconds after a failure, for kernels and connections to finish their work
+_LAST_WORDS = 5.0  # seconds that workers of a failed job get to read the reason, unless the daemon is ended before
 
 
 class Ended(Protocol):
@@ -86,7 +86,7 @@ class JobEnd:
         self._is_ended = False  # the starter ends the workers
         self._ended: set[int] = set()  # peers that have ended because their workers were done
 
-    # --- who is gone --------------------------------------------------------------------------------------------------
+    # --- losses -------------------------------------------------------------------------------------------------------
 
     def farewell(self) -> None:
         """Notes that the starter of this daemon ends the job: deaths from now on are intended."""
@@ -132,7 +132,7 @@ class JobEnd:
     def starter_gone(self) -> None:
         """Ends this daemon, since the process that attended it is gone."""
         if self._links:
-            # The others will see that this node is gone, and decide what becomes of the job.
+            # The others will see that this node is gone, and decide whether the job goes on.
             why = f"the process that started the daemon of host {self._host} is gone"
             if self._tolerates:
                 self.losses.gone_on_without(why)
@@ -186,7 +186,7 @@ class JobEnd:
     def begin_epoch(self) -> None:
         self._formation.next_epoch()
 
-    # --- what ends ----------------------------------------------------------------------------------------------------
+    # --- endings ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: str, tell_peers: bool = True) -> None:
         """Fails the job. Only the first reason counts, and everybody gets it."""
@@ -202,9 +202,9 @@ class JobEnd:
         self._formation.engine.fail_job(error)
         self._formation.failed(
             error
-        )  # before workers ask for the next epoch: whom this node has lost is not to be in that
+        )  # before workers ask for the next epoch, which must not have the ranks that this node has lost
         self._loop.call_later(_FREED, _free_memory)
-        if tell_peers:  # before workers, who may reuse memory then of which chunks are under way
+        if tell_peers:  # before workers, because these may then reuse memory of which chunks are under way
             self._tell_peers(wire.Abort(error))
         self._formation.engine.when_quiet(self.tell_workers)  # threads may still write into their memory
         if not self._config.attached:

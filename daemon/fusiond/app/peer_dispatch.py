@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Start, wire.Settled)
 _WITH_PAYLOAD = (wire.Chunk, wire.Piece, wire.MessageChunk)  # they say themselves which epoch they are of
-_SAY_THEMSELVES = (*_WITH_PAYLOAD, wire.Probe)  # they come on other connections than what begins a formation
+_SAY_THEMSELVES = (*_WITH_PAYLOAD, wire.Probe)  # they come on other connections than those that begin a formation
 _EARLY = 1024  # words of a peer that is in a later formation
-_LAST_DATA = 2.0  # seconds without data after which what is complete on one node does not complete on the others
+_LAST_DATA = 2.0  # seconds without data, after which an operation complete on one node will not complete on others
 _log = logging.getLogger("fusiond")
 
 
@@ -143,7 +143,7 @@ class PeerDispatch:
             _log.debug("%s of a view that is over came from node %d", kind.__name__, node)
         elif self._heard.of(node) != self._membership.epoch:
             _log.debug("%s of an epoch that is over came from node %d", kind.__name__, node)
-        # else the job has failed, and what is about its operations does not matter any more
+        # else the job has failed, and messages about its operations do not matter any more
 
     def _departed(self, node: int, message: wire.Departed) -> None:
         self._engine.depart(message.ranks)
@@ -166,7 +166,7 @@ class PeerDispatch:
         if self._membership.follow({peer: epoch for peer, epoch in epochs if wire.formation_of(epoch) == formation}):
             self._job.begin_epoch()
         self._make_tables()
-        # What the node had a part in is complete there, and its data is on the way here.
+        # The node's operations are complete there, and their data is on the way here.
         self._loop.call_later(_LAST_DATA, partial(self._end_epoch_before, message.epoch, node))
 
     def _end_epoch_before(self, epoch: int, node: int) -> None:

@@ -38,7 +38,7 @@ class Selected:
 
     def disown(self) -> None:
         """The operation has failed before it began: the selection goes back, with the next corrections."""
-        with contextlib.suppress(CodecError):  # what is no selection is nothing that could go back
+        with contextlib.suppress(CodecError):  # data that is no selection cannot go back
             self.codec.disown(self.tray)
 
 

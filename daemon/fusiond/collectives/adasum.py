@@ -58,7 +58,7 @@ def products(a: Array, b: Array, dtype: DType) -> Products:
     """Returns a·b, ‖a‖² and ‖b‖² of two vectors of `dtype`, in float64 and in the same order on every processor."""
     total = [0.0, 0.0, 0.0]
     x, y, product = np.empty((3, min(_BLOCK, len(a))))
-    with np.errstate(all="ignore"):  # what overflows, or is not a number, is so in the result
+    with np.errstate(all="ignore"):  # an overflow or a NaN stays one in the result
         for low in range(0, len(a), _BLOCK):
             size = min(_BLOCK, len(a) - low)
             u, v, w = x[:size], y[:size], product[:size]
@@ -262,7 +262,7 @@ class Adasum(Exchange):
     def _end(self, hop: int) -> None:
         if hop != _UNFOLD:
             self._scaler.final([self._value], self._outputs)
-            if self._folded:  # packed also where nobody folded: all ranks get the same bits
+            if self._folded:  # packed also where no rank folded: all ranks get the same bits
                 payloads = self._pack(self._outputs)
                 if self.port.position < self._folded:
                     for index, payload in enumerate(payloads):

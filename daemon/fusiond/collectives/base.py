@@ -198,7 +198,7 @@ class Reducer:
 
     @staticmethod
     def _add_few(sources: Sequence[Array], outputs: Sequence[Array], divisor: int) -> None:
-        # A loss or a metric: the same bits as the kernel's, for a third of what calling it costs (3 against 10 µs).
+        # A loss or a metric: the same bits as the kernel's, for a third of the cost of its call (3 against 10 µs).
         total = sources[0] if len(sources) == 1 else sources[0] + sources[1]
         for source in sources[2:]:
             total = total + source

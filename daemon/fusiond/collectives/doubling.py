@@ -88,7 +88,7 @@ class Doubling(Exchange):
 
     def _end(self) -> None:
         if self._folded and self.port.position < self._pairs and not self._codec.lossless:
-            self._value[:] = self._mine_as_sent(_UNFOLD)  # also where nobody folded: all ranks get the same bits
+            self._value[:] = self._mine_as_sent(_UNFOLD)  # also where no rank folded: all ranks get the same bits
         if self.port.position < self._folded:
             self._send(self._partner[_FOLD], _UNFOLD)
         self._reducer.final([self._value], self._outputs)

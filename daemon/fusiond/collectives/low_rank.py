@@ -66,7 +66,7 @@ class LowRank(Exchange):
         self._exchange: Exchange | None = None
         self._early: list[_Early] = []
         self._is_applied = False
-        self.local_nbytes = len(outputs[0]) * reducer.dtype.itemsize * (len(sources) + 3)  # what the products read
+        self.local_nbytes = len(outputs[0]) * reducer.dtype.itemsize * (len(sources) + 3)  # the inputs of the products
 
     def jobs(self, threads: int) -> Sequence[Job]:
         return [self._first]

@@ -114,7 +114,7 @@ class Compressed(Exchange):
         codec.node, codec.nodes = port.position, port.nodes
         self._sources, self._outputs = sources, outputs
         self._mine: Portion = None
-        self._revoke: Callable[[], None] = lambda: None  # what this node left out of a sum
+        self._revoke: Callable[[], None] = lambda: None  # this node's rest, left out of a sum
         self._values = outputs[0]
         self._spoiled = False  # a contribution is not finite
         self._blanked = False  # outputs are zeros where nothing is written
@@ -123,7 +123,7 @@ class Compressed(Exchange):
         self._sent_nbytes = 0
         self._assemblies: dict[tuple[int, int], Assembly] = {}
         self._received: set[tuple[int, int]] = set()
-        passes = 1 if chosen else len(sources) + 3  # what compressing reads
+        passes = 1 if chosen else len(sources) + 3  # the input of compression
         self._nbytes = len(outputs[0]) * reducer.dtype.itemsize
         self.local_nbytes = self._nbytes * passes
 

@@ -185,7 +185,7 @@ def _reduce(agreed: Agreed) -> ReduceScatter:
 
 def _scatter(agreed: Agreed, places: Sequence[Array | None], ranges: Sequence[tuple[int, int]]) -> ReduceScatter:
     sources = [part.values for part in agreed.local]
-    # One node encodes nothing, and so nobody has prepared the codec's kernels.
+    # One node encodes nothing, so the codec's kernels are not prepared.
     opened = (agreed.codec if agreed.port.nodes > 1 else Dense()).open(agreed.layout)
     return ReduceScatter(agreed.port, agreed.reducer, opened, sources, places, ranges, agreed.homes, agreed.here)
 

@@ -60,7 +60,7 @@ class Coordination:
         self._number = 0
         self._nodes: tuple[int, ...] = ()
         self._handovers: dict[int, wire.Handover] = {}  # the latest of each node
-        self._after: dict[int, list[wire.PeerMessage]] = {}  # what a node said after that, if it waits
+        self._after: dict[int, list[wire.PeerMessage]] = {}  # a node's message after that, if it waits
         self.coordinator = self._make() if context.node == self.node else None
 
     def _make(self) -> Coordinator:

@@ -105,7 +105,7 @@ class Coordinator:
         self._topology = participants.topology
         self._settings = settings
         self._approved = Approved()
-        self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # what nodes have asked about and not been told
+        self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # questions of nodes without an answer yet
         self._inquiries = Inquiries(participants, settings, questions, self)
         self._nodes = nodes
         self.warn = nodes.warn
@@ -129,7 +129,7 @@ class Coordinator:
         self._verdicts = inherited.verdicts
         for plan_key, made in inherited.plans.items():
             first = min(made.proposals, default=-1)
-            if first >= 0:  # else nobody who proposed it is left
+            if first >= 0:  # else no node that proposed it is left
                 members = self._participants.members(plan_key[0])
                 self._made[plan_key] = _Made(made.plan, first, made.proposals[first], set(members.set.ranks))
         return list(inherited.news)

@@ -32,7 +32,7 @@ from fusiond.shards import ParameterService
 from fusiond.shards.waits import key_of
 
 _AGAIN = 10.0  # seconds after which it is asked again about an operation whose time was up, and which has not ended
-_GRACE = 2.0  # seconds for what is late, or waits for a rank that has left, to complete, until it is asked again
+_GRACE = 2.0  # seconds for an operation that is late, or waits for a lost rank, to complete before the next question
 
 
 class _Wait(NamedTuple):
@@ -73,7 +73,7 @@ class Stalls:
         self._proposals = proposals
         self._of_groups = Inquiries(context.participants, context.settings, questions, self)
         self._deadlines = Deadlines(context.outside, self)
-        self._asked: dict[tuple[Subject, int], float] = {}  # when (s), of what waits
+        self._asked: dict[tuple[Subject, int], float] = {}  # time (s) of each wait
         self._due: set[tuple[OpKey, int]] = set()  # contributions about which the nodes are being asked
 
     # --- the clock ----------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Stalls:
         departed = participants.departed.difference(participants.lost)
         for operation in self._operations.under_way.values():
             if wire.is_group(operation.key.process_set) and not operation.parts:
-                continue  # nobody waits for it here; those who do see to it
+                continue  # no rank waits for it here; nodes with ranks that wait see to it
             left = bool(operation.parts) and any(
                 r in operation.members.set.ranks and r not in operation.parts for r in departed
             )
@@ -189,7 +189,7 @@ class Stalls:
                 self._context.outside.warn(text if shown else text + where)
                 shown = True
 
-    # --- what is told to whoever asks ---------------------------------------------------------------------------------
+    # --- answers to questions -----------------------------------------------------------------------------------------
 
     def under_way(self, key: OpKey | None = None) -> list[wire.Waiting]:
         """Returns the waits here; only those with this key, if there is one, and then also operations that are over."""

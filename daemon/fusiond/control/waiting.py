@@ -113,7 +113,7 @@ def merge(waiting: Iterable[tuple[int, Sequence[wire.Waiting]]], topology: Topol
 def _stall(told: Sequence[tuple[int, wire.Waiting]], topology: Topology) -> Stall:
     """Puts together the nodes' answers about one operation."""
     entries = [entry for _, entry in told]
-    first = next(entry for entry in entries if entry.submitted)  # who has submitted it knows best what it is
+    first = next(entry for entry in entries if entry.submitted)  # a node that has submitted it knows it best
     submitted = {rank for entry in entries for rank in entry.submitted}
     awaits = {rank for entry in entries for rank in entry.awaits}
     traffic = {node: entry.traffic for node, entry in told if entry.traffic}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fusiond.core.effects import Timers
 
-_EARLY = 1e-3  # seconds; what is due so soon is due
+_EARLY = 1e-3  # seconds; a deadline so near counts as passed
 
 
 class Timed(Protocol):

@@ -148,7 +148,7 @@ class Agreement:
     def _refused_after_join(self, operation: Operation) -> str:
         """Returns why an operation cannot do without the local ranks that have joined; empty if it can."""
         kind = operation.kind
-        if not operation.parts:  # only peers know what it is
+        if not operation.parts:  # only peers know its kind
             signature = self._approved.get((operation.key.process_set, operation.peers_digest))
             kind = "allreduce" if signature is None else signature.kind
         elsewhere = [rank for rank in operation.members.set.ranks if rank not in operation.members.local]

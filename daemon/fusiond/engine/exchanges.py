@@ -32,7 +32,7 @@ from fusiond.shards import ParameterService
 from fusiond.transport.early_credit import EARLY_BYTES
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
 
-_MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them; above what
+_MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them; more than
 # `early_credit` lets all of them send together, with one for each of a thousand peers
 
 
@@ -101,12 +101,12 @@ class Exchanges:
         self._progress = progress
         self._clocks = wire.clock_range(epoch)
         nodes, settings = len(context.topology.hosts), context.settings
-        self._most_early_bytes = 2 * (EARLY_BYTES + nodes * settings.chunk_bytes)  # twice what peers may send
+        self._most_early_bytes = 2 * (EARLY_BYTES + nodes * settings.chunk_bytes)  # twice as many as peers may send
         self._held_elsewhere: dict[OpKey, set[int]] = {}  # by nodes that ask for an operation of which nothing came yet
         self.foreign = 0
         self.admission = Admission(operations.under_way, SCRATCH_BYTES)
         self._making_room = False
-        self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
+        self._early_bytes = 0  # those that wait at most: those that went on are taken off when they seem too many
         self.starter = Starter(operations)
         self.agreement = Agreement(operations, coordination, homes, plans, self.starter)
 
@@ -200,7 +200,7 @@ class Exchanges:
 
     def _refuse_in_group(self, rank: int, handle: int, key: OpKey, why: str) -> None:
         sentence = f"{key.in_words}: {why}"
-        if key.process_set in self._participants:  # else nobody waits for this node
+        if key.process_set in self._participants:  # else no peer waits for this node
             self._operations.everywhere(key, sentence)
         self._operations.refuse(rank, handle, sentence)
 
@@ -371,7 +371,7 @@ class Exchanges:
     def _reached(self, node: int, message: wire.CaughtUp) -> None:
         operation = self._operations.under_way.get(message.key)
         if operation is None or not operation.reached(node):
-            # It is over here, and what was sent of it does not wait there any more; or it waits for room here.
+            # It is over here, and its chunks do not wait there any more; or it waits for room here.
             self.starter.early.reached(node, message.key)
             if operation is not None:
                 self._leader_has_begun(node, operation)
@@ -496,7 +496,7 @@ class Exchanges:
         Raises:
             CreditExceeded: it is more than the node may send.
         """
-        if operation.planned is not None or not operation.key.plan:  # else what it is granted is not known here yet
+        if operation.planned is not None or not operation.key.plan:  # else its grant is not known here yet
             chunk_bytes, window_bytes = self.starter.limits(operation.tuning)
             granted = window_chunks(window_bytes, chunk_bytes)
             if before >= granted:

@@ -20,7 +20,7 @@ from fusion_rt.local.daemons import OWN_STACKS
 
 # Of a daemon's directory, as `bootstrap.job_directory` has it, or of an agent's (`fusion_rt.runner.agent.agent`).
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}\.(agent)?[0-9]{1,9}")
-_OLD = 7 * 24 * 3600.0  # seconds after which nobody asks for the log of a daemon that is gone
+_OLD = 7 * 24 * 3600.0  # seconds for which the log of a daemon that is gone is kept
 _STARTING = 600.0  # seconds in which a daemon takes its lock after its directory was made
 _log = logging.getLogger("fusiond")
 

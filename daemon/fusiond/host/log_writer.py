@@ -69,7 +69,7 @@ class LogWriter(logging.Handler):
                 if not is_written:
                     self._dropped += 1
                 elif self._dropped and not self._lines:
-                    self._put(b"fusiond[%d] WARNING: %d lines of this log were dropped, because nobody read it, or it "
+                    self._put(b"fusiond[%d] WARNING: %d lines of this log were dropped, because it was not read, or it "
                               b"could not be written\n" % (os.getpid(), self._dropped))  # fmt: skip
                     self._dropped = 0
                 self._changed.notify_all()
@@ -80,7 +80,7 @@ class LogWriter(logging.Handler):
         while view:
             try:
                 view = view[os.write(self._fd, view) :]
-            except BlockingIOError:  # somebody else has made the descriptor non-blocking
+            except BlockingIOError:  # another process has made the descriptor non-blocking
                 select.select([], [self._fd], [])
             except OSError:
                 return False

@@ -116,7 +116,7 @@ class EventLoop:
     def turn(self) -> None:
         """Waits for events, or the next timer, and handles them."""
         self._turns += 1
-        # In the order of descriptors, so standard input first: what the starter orders explains why workers die.
+        # In the order of descriptors, so standard input first: the starter's orders explain why workers die.
         for fd, events in sorted(self._epoll.poll(self._seconds_to_wait())):
             reader = self._readers.get(fd)
             if reader is not None and events != select.EPOLLOUT:

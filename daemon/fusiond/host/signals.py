@@ -73,7 +73,7 @@ class StandardInput:
         self._take_lines()
         if not data:
             self._loop.remove(self._fd)
-            self._loop.call_soon(self._events.starter_gone)  # after what is ready now: workers may have said `Bye`
+            self._loop.call_soon(self._events.starter_gone)  # after events ready now: workers may have said `Bye`
 
     def _take_lines(self) -> None:
         while b"\n" in self._data:
@@ -83,5 +83,5 @@ class StandardInput:
 
 def tell_starter(message: bootstrap.Report) -> None:
     """Writes a line for whoever has started the daemon, on standard output."""
-    with suppress(BrokenPipeError):  # not everybody who starts a daemon wants to know
+    with suppress(BrokenPipeError):  # not every process that starts a daemon wants to know
         os.write(1, bootstrap.encode_line(message))

@@ -12,7 +12,7 @@ from typing import Any
 Document = Mapping[str, Any]
 _LATE = 0.05  # of a step's time
 _WAITING = 64 << 10  # bytes that are sent and not acknowledged, below which a link is not told to be slow
-_FAR_MORE = 4  # times what is usual on other links
+_FAR_MORE = 4  # times the usual figure of other links
 
 
 def usual_of_others(values: Sequence[float], together: int = 1) -> list[float | None]:

@@ -138,7 +138,7 @@ class Membership:
         if ranks:
             return f"{self._topology.describe(ranks)} did not connect to the daemon"
         first = self.coordinator
-        if self._node != first:  # only the coordinator hears who is up
+        if self._node != first:  # only the coordinator hears which nodes are up
             return f"node {first} did not say that every node is up: {self._topology.describe_node(first)}"
         late = [n for n in self.nodes if self.nodes_up.get(n) != self.epoch and n != self._node]
         if not late:

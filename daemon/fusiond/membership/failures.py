@@ -89,7 +89,7 @@ class Losses:
         if node not in self.views.view.nodes:
             return
         if self._job.is_over() or (self._has_left(node) and node != self.views.coordinator):
-            self._let_go(node, why)  # nobody needs it any more
+            self._let_go(node, why)  # it is not needed any more
             return
         self._suspect(node, why)
 

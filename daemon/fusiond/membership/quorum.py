@@ -30,13 +30,13 @@ from fusiond.core.effects import Effects
 
 SETTLE = 0.15  # seconds in which a decider hears of the other symptoms of a fault
 _LAST_NEWS = 0.5  # the same where no workers wait: a peer's last messages may come after the end of its connections
-_UNSURE = 0.4  # the same if it still hears what the others do not: if that is dead, it will notice soon
+_UNSURE = 0.4  # the same if it still hears a node that the others do not: if that is dead, it will notice soon
 PATIENCE = 0.7  # seconds after which whoever told a decider of a loss decides by itself that the job cannot go on
 _RETRY = 0.3  # seconds until a canvass without a result is repeated; later on higher nodes, so that they do not collide
 _NODES = 1 << 17  # more than there can be: a ballot is round * _NODES + node
 
 _Lost: TypeAlias = tuple[int, int | None]  # a node, and its worker; None: all of it
-_Suspicion: TypeAlias = tuple[int, int, int | None]  # who noticed, and as above
+_Suspicion: TypeAlias = tuple[int, int, int | None]  # the node that noticed, and as above
 ViewMessage = wire.Suspected | wire.Canvass | wire.Support | wire.ViewProposal | wire.ViewAnswer | wire.NewView
 
 
@@ -102,7 +102,7 @@ class Views:
         self._over = False
         self._suspected: dict[_Suspicion, Loss] = {}  # not in the view yet
         self._unheard: set[int] = set()  # nodes that this one itself does not hear
-        self._told: set[tuple[int, _Suspicion]] = set()  # decider, and what it was told
+        self._told: set[tuple[int, _Suspicion]] = set()  # decider, and the reports to it
         self._promised = 0  # ballot; of the next view, as all that follows
         self._accepted: tuple[int, View] | None = None
         self._canvass: _Canvass | None = None

@@ -26,8 +26,8 @@ from fusiond.transport.probe import FEW, LinkProbe, Pings, Probe
 _log = logging.getLogger("fusiond")
 _LATE = 0.8  # of the start's time-out
 _COORDINATORS = 0.05  # of it, in which nodes can say that their own workers are late before the coordinator names them
-_OTHERS = 0.1  # of it, in which the coordinator can say who is late before nodes speak that do not know
-_OWN_PINGS, _PINGS = 6, 3  # to each node: by the coordinator, who decides whether any is far, and by others then
+_OTHERS = 0.1  # of it, in which the coordinator can name late nodes before nodes speak that do not know them
+_OWN_PINGS, _PINGS = 6, 3  # to each node: by the coordinator, which decides whether any is far, and by others then
 _APART = 1e-3  # seconds between the first pings to two nodes, so that echoes do not wait for each other
 
 
@@ -72,7 +72,7 @@ class Starting:
         self._pings: Pings | None = None
         self._pinged: Callable[[Mapping[int, float]], None]  # takes the latencies, when all echoes have come
         self._asked: LinkProbe | None = None  # for the coordinator
-        self._awaited: dict[int, wire.Measure] = {}  # what nodes are measuring
+        self._awaited: dict[int, wire.Measure] = {}  # the links that nodes are measuring
         self._rounds: list[list[tuple[int, int]]] = []  # of links over a distance whose rate has to be measured
         self._latencies: dict[tuple[int, int], float] = {}  # of links over a distance
         self._rates: dict[tuple[int, int], float] = {}  # seconds a byte of them

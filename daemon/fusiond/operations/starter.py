@@ -69,7 +69,7 @@ class Starter:
         """
         if recipe.signature.kind == "allreduce":
             codec = open_bucket(recipe.codec, recipe.layout, len(operation.members.nodes))
-            # All that lasts of the stream of a name, and all nodes know: what is drawn is drawn anew each time.
+            # The only lasting part of a name's stream, and all nodes know it: draws are made anew each time.
             codec.step = operation.key.clock
             self._reduce(operation, _ALL_REDUCE, recipe.reducer, codec, recipe.parts)
             return

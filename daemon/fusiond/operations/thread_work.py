@@ -32,7 +32,7 @@ class ThreadWork:
         self._run_jobs = run_jobs
         self._under_way: Counter[int] = Counter()
         self._held: dict[int, list[Callable[[], None]]] = {}  # jobs that wait for one that is `alone`, by plan
-        self._quiet: list[tuple[int, Act]] = []  # plan, and what is to be done when no job of it is under way
+        self._quiet: list[tuple[int, Act]] = []  # plan, and the work to be done when no job of it is under way
         self._all_quiet: list[Act] = []
 
     def do(self, plan: int, jobs: Sequence[Job], nbytes: float, then: Callable[[BaseException | None], None]) -> None:

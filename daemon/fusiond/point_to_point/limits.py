@@ -80,7 +80,7 @@ class Limits:
         peer.came_bytes += nbytes
         if peer.came > AT_ONCE or peer.came_bytes > BYTES_AT_ONCE:
             raise CreditExceeded(
-                f"it sent more messages that nobody has received than {AT_ONCE}, of {BYTES_AT_ONCE} bytes in all"
+                f"it sent more messages that have not been received than {AT_ONCE}, of {BYTES_AT_ONCE} bytes in all"
             )
 
     def taken(self, node: int, nbytes: int) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class Limits:
         peer = self._peers[node]
         peer.here += 1
         if peer.here > ANNOUNCED:
-            raise CreditExceeded(f"it announced more than {ANNOUNCED} messages that nobody has received")
+            raise CreditExceeded(f"it announced more than {ANNOUNCED} messages that have not been received")
 
     def settled_there(self, node: int) -> None:
         """A message that was announced to a node is accepted or given up."""

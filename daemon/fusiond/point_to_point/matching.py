@@ -21,7 +21,7 @@ class Mailbox:
     """Messages that no receive has taken, and receives that wait for one: never both of one source and tag."""
 
     def __init__(self) -> None:
-        # Dictionaries as ordered sets: what is withdrawn may stand anywhere.
+        # Dictionaries as ordered sets, because withdrawals come in any order.
         self._messages: defaultdict[tuple[int, int], dict[Message, None]] = defaultdict(dict)  # by source and tag
         self._of_tag: defaultdict[int, dict[Message, None]] = defaultdict(dict)
         self._receives: defaultdict[tuple[int, int], dict[ReceiveCall, None]] = defaultdict(dict)  # by source and tag

@@ -335,7 +335,7 @@ class Messaging:
         if self._answers.end(call, inline, (message.source, message.nbytes)):
             self.completed += 1
             self.completed_bytes += message.nbytes
-        call.message = None  # no circle: memory of workers is free as soon as nobody uses it
+        call.message = None  # no circle: memory of workers is free as soon as it is not used
         if message.send is not None:
             self.sent(message.send)
 
@@ -352,7 +352,7 @@ class Messaging:
             call.accepted = True
             self._limits.settled_there(self._context.node if call.node < 0 else call.node)
 
-    # --- what fails ---------------------------------------------------------------------------------------------------
+    # --- failures -----------------------------------------------------------------------------------------------------
 
     def _failed(self, call: Call, error: str) -> None:
         """Tells a worker that its send or receive has failed, which nothing is left of then."""
@@ -419,7 +419,7 @@ class Messaging:
             if whose not in gone:
                 whose = call.other if call.message is None else self._source_or_target(call, call.message)
                 if call.message is not None and call.rank == call.message.target and self._presence.has_left(whose):
-                    continue  # its daemon sends what it has taken from it, or says that it does not
+                    continue  # its daemon sends the data that it has taken from it, or says that it does not
             why = self._presence.why_gone(whose) if whose in gone else ""
             if not why and call.message is None and isinstance(call, ReceiveCall):
                 why = self._presence.why_nothing_comes(call)

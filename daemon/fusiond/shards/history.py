@@ -52,7 +52,7 @@ class ShardHistory:
             value = None if self._before is None else self._before[1]["value"]
             self._before = home.clock, state_of(home, value)
         if self._outbox is not None:
-            # A mean is nobody else's; what came from a worker lies in its arena, or in a message.
+            # A mean is owned here; a worker's values lie in its arena, or in a message.
             values: Array = part.values if part.values.flags.owndata else part.values.copy()
             payload = values.view(np.uint8).data if part.samples else memoryview(b"")
             self._outbox.append(ToMirror("update", part.clock + 1, [payload], part.rates, part.samples, part.rank))

@@ -214,7 +214,7 @@ class PushPullClients:
             codec = client.codec
             if rescale:
                 codec.scale_residual(rescale)
-            if message.kind != "post" or not message.samples:  # who asks, or has no gradient, sends nothing
+            if message.kind != "post" or not message.samples:  # a rank that asks, or has no gradient, sends nothing
                 payload.append(copied(source) if plain else memoryview(b""))
                 return
             if client.plan.plan.reduction.survives and client.plan.spec.synchronous and codec.codec.stateful:

@@ -103,7 +103,7 @@ class Actions:
         if step.added:
             return 1, 1, self._packed(hosted, codec, step.values)
         told = hosted.told.get(rank)
-        if told is None or step.part.kind == "ask":  # who asks for what the home has gets every bit of it
+        if told is None or step.part.kind == "ask":  # a question for the home's values gets every bit of them
             told = hosted.told[rank] = step.values.copy()  # another thread may be at work on the home
             return 0, 0, copied(told)
         payload = self._packed(hosted, codec, step.values - told)
@@ -147,7 +147,7 @@ class Actions:
         acts: list[Act] = []
         local = [position for position, node in nodes.items() if node == here.node]
         if local:
-            values = step.values.copy()  # what was posted may be overwritten before its neighbours have read it
+            values = step.values.copy()  # a post may be overwritten before its neighbours have read it
             for position in local:
                 part = Contribution(
                     hosted.home.rank, values, kind=step.kind, clock=step.clock, version=hosted.home.version,
@@ -214,7 +214,7 @@ class HomeServer:
         self._homes: dict[Address, HostedHome] = {}
         self._of: dict[int, list[HostedHome]] = {}  # by plan
         self._gone: set[int] = set()
-        self._joined: set[int] = set()  # of those that are gone, who may come back
+        self._joined: set[int] = set()  # of ranks that are gone, which may come back
 
     def __iter__(self) -> Iterator[HostedHome]:
         return iter(self._homes.values())
@@ -441,7 +441,7 @@ class HomeServer:
             home.done[position] += 1
             home.heard[position] = part.clock + 1
             stale = max(home.version - part.version, 0)
-            # At a replica only its own worker posts: there is nobody to be ahead of.
+            # At a replica only its own worker posts: there is no other to be ahead of.
             ahead = max(home.done[position] - home.slowest, 0) if home.rank < 0 else 0
             self._here.context.trace.record(
                 Kind.APPLIED, f"bucket {hosted.bucket.index}", stale, part.clock, hosted.plan.plan.id,
@@ -491,7 +491,7 @@ class HomeServer:
 
         def wake() -> None:
             if self._homes.get((hosted.plan.plan.id, hosted.bucket.index, hosted.home.rank)) is hosted:
-                self.when_free(hosted, look)  # what is at work may change what is due
+                self.when_free(hosted, look)  # running work may change the work that is due
 
         self._here.outside.call_later(max(at - self._here.outside.clock(), 0.0), wake)
 
@@ -546,7 +546,7 @@ class HomeServer:
         for hosted in self:
             self.when_free(hosted, partial(_return, hosted, ranks))
 
-    # --- for those who wait -------------------------------------------------------------------------------------------
+    # --- waiting ranks ------------------------------------------------------------------------------------------------
 
     def withdraw(self, client: PushPullClient) -> bool:
         """Lets a worker have its arena back although it has not been answered. Returns whether that is possible now."""

@@ -66,12 +66,12 @@ class Occupied:
     def open(self, state: PlanState) -> None:
         """A plan becomes active."""
         self._latest = max(self._latest, state.plan.id)
-        if state.home_algorithm.waits and state.buckets:  # else nobody waits for anybody in it
+        if state.home_algorithm.waits and state.buckets:  # else no rank waits for another in it
             self.plans[state.plan.id] = state
             for (plan, _), message in list(self._known.items()):
                 if plan == state.plan.id:
                     self.told(message)
-            for rank in state.members.local:  # who may wait in something that it has begun before
+            for rank in state.members.local:  # a rank that may wait in an operation that it has begun before
                 self.look(rank)
 
     def drop(self, plan: int) -> None:

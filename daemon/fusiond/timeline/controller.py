@@ -21,7 +21,7 @@ from fusiond.host.loop import EventLoop
 from fusiond.timeline.writer import Order
 
 _MOST_TENSORS = 4096
-_LAST = 5.0  # seconds for the process to write what is left when the daemon ends
+_LAST = 5.0  # seconds for the process to write the rest when the daemon ends
 Then = Callable[[str], None]
 
 
@@ -183,7 +183,7 @@ class _WriterProcess:
                     pass_fds=fds,
                     cwd=python_children.DIRECTORY,
                     env=python_children.environment(os.environ),
-                    start_new_session=True,  # what ends the daemon's group must not cut the file
+                    start_new_session=True,  # a signal to the daemon's group must not cut the file
                 )
             except OSError:
                 self._socket.close()

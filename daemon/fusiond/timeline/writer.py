@@ -217,7 +217,7 @@ class TimelineWriter:
 
     def _goes_on(self, under: _Under, event: Event) -> None:
         if event.kind == Kind.REDUCE_END:
-            return  # there may be several; what comes next ends them
+            return  # there may be several; the next record ends them
         activity = _BEGINS.get(Kind(event.kind), -1)
         if activity > under.activity:
             self._do(under, event.ns, activity)

@@ -209,7 +209,7 @@ def serve(connection: socket.socket, ring: int) -> None:
 
     seen = follower.written
     while not select.select([connection], [], [], _EVERY)[0]:
-        # What was seen the last time: by now the threads that were about to write it have done so.
+        # Records seen the last time: by now the threads that were about to write them have done so.
         until, seen = seen, follower.written
         write(until)
     looks = 0  # at an end of the ring that is no end of the timeline: the daemon has been killed

@@ -40,10 +40,10 @@ from fusion_rt.core.errors import WireError
 
 ACK_MESSAGES = 256  # received and not acknowledged: then the receiver does not wait for a message to ride on
 ACK_BYTES = 4 * 1024 * 1024
-MOST_MESSAGES = 1 << 17  # sent and not acknowledged: more, and the peer does not take what it is sent
+MOST_MESSAGES = 1 << 17  # sent and not acknowledged: with more, the peer does not take its messages
 MOST_BYTES = 256 * 1024 * 1024  # of messages and payloads copied here; borrowed payloads are bounded by credit
 
-AT_ONCE = 0  # the urgency of what a worker waits for already; larger numbers are less urgent
+AT_ONCE = 0  # the urgency of data that a worker waits for already; larger numbers are less urgent
 _TURNS = 16
 _AT_LEAST = 2  # messages under way on a connection, whatever the credit: the next one, while one is acknowledged
 

@@ -196,7 +196,7 @@ class Link:
         self._refused_since = None
         self._drop_question()
         if self._last_word:
-            if not self.stood:  # who it is would not be understood without what came before
+            if not self.stood:  # its identity would not be understood without the messages before
                 for kept in self.out.unacknowledged():
                     self.send(kept.frame)
             self.last_word(self._last_word)

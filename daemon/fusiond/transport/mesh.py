@@ -55,7 +55,7 @@ _CLOSED = "its connection was closed"
 _NOT_WANTED = "this node's daemon is not in the membership epoch that begins"
 _ELASTIC_NODES = 1024  # of an elastic job at a time: libzmq wants to know beforehand
 _LONGEST_VALUE = 200  # characters of a setting's value in the first message to a peer
-_LOOK = 0.25  # seconds between looks at who is silent, at most
+_LOOK = 0.25  # seconds between looks for silent peers, at most
 _GREETING = delivery.payload_head(0) + wire.encode(wire.Heartbeat())
 
 
@@ -310,7 +310,7 @@ class Mesh:
         for peer in self._peers.values():
             for link in peer.links:
                 link.close(LINGER)
-        # linger=None keeps each socket's own: what waits in the inboxes is dropped, what was sent may still leave.
+        # linger=None keeps each socket's own: messages in the inboxes are dropped, sent ones may still leave.
         self._sockets.context.destroy(linger=None)
 
     def statistics(self) -> dict[str, object]:
@@ -415,13 +415,13 @@ class Mesh:
         peer.give_up(why)
         self._owner.peer_lost(node, why)
 
-    # --- what peers say about connections -----------------------------------------------------------------------------
+    # --- peers' messages about connections ----------------------------------------------------------------------------
 
     def _handlers(self) -> Handlers:
         return {
             wire.PeerHello: self._greet,
             wire.Heartbeat: self._beaten,
-            wire.Ack: lambda peer, ack: None,  # what it acknowledges stands before every message
+            wire.Ack: lambda peer, ack: None,  # its acknowledgement stands before every message
             wire.Reopen: self._reopen,
             wire.Reopened: self._reopened,
             wire.Leaving: self._leaving,

@@ -325,7 +325,7 @@ class Peer:
         """The end of a sentence about why attempts to reach it fail; empty where there is no answer to them."""
         return f"; connections to it fail: {self.control.trouble}" if self.control.trouble else ""
 
-    # --- what people are told -----------------------------------------------------------------------------------------
+    # --- messages to people -------------------------------------------------------------------------------------------
 
     def look_for_slowness(self, now: float) -> None:
         """Warns, once an episode, that it does not take the messages sent to it."""

@@ -34,11 +34,11 @@ from fusiond.transport.peers import AwakeClock, Peer
 from fusiond.transport.sockets import CONTROL_FRAME, MAX_HEADER, NOW, Socket, Sockets
 from fusiond.transport.zap import KeyGate
 
-_REMEMBERED = 1024  # replaced tokens, so that what comes late with them is told from what strangers send
+_REMEMBERED = 1024  # replaced tokens, which tell late messages from those of strangers
 _UNNUMBERED = (wire.Heartbeat, wire.Ack, wire.GivenUp)
 _WITH_PAYLOAD = (wire.Chunk, wire.Piece, wire.Probe)
-_STRANGERS_OF_HOST, _STRANGERS = 16, 64  # connections of nobody's that are left open, from one host and in all
-_FRAMES = 2 + wire.MAX_MESSAGE // CONTROL_FRAME  # of a message that anybody may send, its first one not counted
+_STRANGERS_OF_HOST, _STRANGERS = 16, 64  # unauthenticated connections that are left open, from one host and in all
+_FRAMES = 2 + wire.MAX_MESSAGE // CONTROL_FRAME  # of a message that a stranger may send, its first one not counted
 _BATCH = 32  # messages taken before other events get their turn, and seconds in which they are
 _SECONDS = 1e-3
 Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
@@ -210,7 +210,7 @@ class Inbox:
                 if len(rest) < _FRAMES:
                     rest.append(last)
             self._take(routing_id, first, rest)
-            if self._loop.clock() > until:  # chunks, each reduced as it comes: what acknowledges them is due as well
+            if self._loop.clock() > until:  # chunks, each reduced as it comes: their acknowledgement is due as well
                 break
         self._loop.call_soon(self._drain)
 

@@ -189,7 +189,7 @@ class Workers:
         """Ends every connection and removes the socket."""
         self._closed = True
         self._loop.remove(self._socket.fileno())
-        if os.path.exists(self._path):  # removed first: who is cut off may look whether this daemon has ended in order
+        if os.path.exists(self._path):  # removed first: a worker cut off may look whether this daemon ended in order
             os.unlink(self._path)
         self._socket.close()
         for link in list(self._links.values()):
@@ -224,7 +224,7 @@ class Workers:
                 return
             except ConnectionError:
                 continue  # it was gone before it was accepted
-            except OSError as error:  # out of descriptors or memory: those who wait keep waiting
+            except OSError as error:  # out of descriptors or memory: pending connections keep waiting
                 if not self._pausing:  # else it has been said
                     _log.warning("no connection can be accepted for now: %s; tried again every %g s",
                                  error.strerror, _PAUSE)  # fmt: skip

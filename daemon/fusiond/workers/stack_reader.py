@@ -22,7 +22,7 @@ from fusion_rt.host.stacks import SEALS, STACK_BYTES, is_handled
 from fusion_rt.local import stack_text
 from fusiond.host.loop import EventLoop
 
-_LOOK = 0.03  # seconds between looks at what a worker has written
+_LOOK = 0.03  # seconds between looks at a worker's output
 _UNCHANGED = 2  # looks in a row that see no change: it is written, if it goes as far as stacks do
 _PAUSED = 10  # ... and if it does not: on a busy machine the worker may pause anywhere
 PATIENCE = 1.0  # seconds until an answer is there, if it comes at all

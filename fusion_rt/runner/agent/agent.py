@@ -86,7 +86,7 @@ class Agent:
         bring_up.cancel()
         await self._end(grace)
         self._tasks.cancel()
-        self._channel.send_now(agent_messages.Stopped())  # perhaps nobody reads: `close` has a limit
+        self._channel.send_now(agent_messages.Stopped())  # perhaps the other end does not read: `close` has a limit
 
     # The launcher
 
@@ -307,7 +307,7 @@ class Agent:
         try:
             await asyncio.wait_for(self._tasks.settle(), DRAIN_S)
         except asyncio.TimeoutError:
-            pass  # nobody reads: the launcher is gone, or as good as
+            pass  # the other end does not read: the launcher is gone, or as good as
         else:
             if survivors:
                 await self._tasks.refuse(

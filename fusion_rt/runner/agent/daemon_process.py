@@ -59,7 +59,7 @@ class DaemonReports(Pump):
         while line := await self._source.line():
             try:
                 report = decode_line(line, _REPORT)
-            except WireError:  # somebody has printed something there
+            except WireError:  # something was printed there
                 report = DaemonLog(line)
             if isinstance(report, Reformed):
                 self._epoch = report.number

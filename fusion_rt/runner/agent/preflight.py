@@ -20,7 +20,7 @@ from fusion_rt.runner.protocol.agent_messages import Job, Versions
 from fusion_rt.units import MIB
 
 _LEAST_BYTES = 32 * MIB  # per worker; a model so small that it needs less fits anyway, and less memory is hopeless
-_LIMITS = {  # files with the limit, what is used, and the names of what can be taken back of that, by version
+_LIMITS = {  # files with the limit, the use, and the names of the reclaimable part of it, by version
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }

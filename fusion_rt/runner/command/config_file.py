@@ -25,7 +25,7 @@ _OF_SCALARS = (
     AttributeError,
     LookupError,
     TypeError,
-)  # what PyYAML raises for `!!int ''` and its like
+)  # PyYAML's errors for `!!int ''` and its like
 _BY_KEY = {knob.yaml: knob for knob in KNOBS if knob.yaml}
 _SECTIONS = {key.rpartition(".")[0] for key in _BY_KEY} - {""}
 

@@ -29,7 +29,7 @@ from fusion_rt.runner.decisions.worker_states import WorkerState, WorkerStates
 _TICK_S = 0.25
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
 _MEET_S = 5.0  # seconds that a new host, or a worker that begins with another, has before others are spoken of without
-_HEAR_S = 2.0  # seconds that daemons have to say whom they have not reached, after the first of them
+_HEAR_S = 2.0  # seconds that daemons have to name those that they have not reached, after the first of them
 _TELL_S = 5.0  # seconds after which it is said that the job waits for workers
 _CRASHES = 2  # of a host's daemon: one may be an accident, the next is taken for the host's fault
 _FAILURES = 3  # epochs that one host's workers may end before the job has come up
@@ -160,7 +160,7 @@ class Epochs:
         self._since = clock()  # when the epoch before was over
         self._has_told = False  # that the job waits for workers
         self._heard_of: set[str] = set()  # hosts whose daemons have said that the last epoch is over
-        self._split_at = math.inf  # when one of them said first whom it had not reached as the epoch began
+        self._split_at = math.inf  # when one of them first named a daemon that it had not reached as the epoch began
         self._over = False
         self.due = clock()
         self._hosts = HostStates(limits, control, clock)
@@ -186,7 +186,7 @@ class Epochs:
         """Those of the epoch that has begun last."""
         return self._next.workers
 
-    # What happens
+    # Events
 
     def found(self, hosts: tuple[Host, ...]) -> None:
         """These are the hosts that there are now."""
@@ -552,7 +552,7 @@ class Epochs:
         self._over = True
         self._control.end(failures)
 
-    # What follows from what is known
+    # Consequences
 
     @property
     def _may_go_on(self) -> bool:

@@ -68,7 +68,7 @@ class HostStates:
         self._clock = clock
         self._serials: dict[str, int] = {}  # of the last daemon that was started on a host
         self._taking_part: dict[str, int] = {}  # the daemon of each host in the last epoch
-        self._misses: set[tuple[str, int, str, int]] = set()  # who, with which daemon, takes whom for lost
+        self._misses: set[tuple[str, int, str, int]] = set()  # (accuser, its daemon, the accused) of each suspicion
         self._apart: set[frozenset[str]] = set()  # hosts of which one took the other for lost since an epoch was up
         self.present: dict[str, HostState] = {}
         self.nodes: list[str] = []

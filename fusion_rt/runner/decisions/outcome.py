@@ -118,7 +118,7 @@ class MembershipFailure:
 
     reason: str
 
-    echo: ClassVar[int] = 3  # what went wrong before says more
+    echo: ClassVar[int] = 3  # an earlier error says more
 
     def tell(self) -> list[str]:
         return [f"fusionrun: {self.reason}"]

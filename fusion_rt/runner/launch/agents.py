@@ -37,7 +37,7 @@ TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horov
 END_S = 3.0  # seconds an agent has, beyond the grace, to end
 _DROP_S = 2.0  # seconds that an agent has to end which is no longer waited for
 _STDERR_TAIL = 8 * 1024  # bytes
-_LAST_WORDS_S = 0.25  # for the rest of what the agent's command says when it has ended
+_LAST_WORDS_S = 0.25  # for the rest of the output of the agent's command when it has ended
 _EXIT_S = 5.0  # for the agent's command to end when it has closed its output
 _BANNER_LINES = 1000  # that a login shell may print in front of the agent's first message
 
@@ -128,7 +128,7 @@ class AgentLink:
     async def run(self, job: Job, children: Children) -> None:
         """Starts the agent, sends it its job, and reports its messages until it ends."""
         try:
-            # It finds out by itself when this process ends, and then ends what it has started.
+            # It finds out by itself when this process ends, and then ends its own processes.
             child = await children.start(
                 self._argv,
                 self._environment,
@@ -154,7 +154,7 @@ class AgentLink:
             silence = self._silence.limit
             reading.cancel()
             child.signal(signal.SIGTERM)
-            child.signal(signal.SIGCONT)  # a stopped agent goes on, and can end what the kernel would leave
+            child.signal(signal.SIGCONT)  # a stopped agent goes on, and can end processes that the kernel would leave
         elif isinstance(reading.exception(), WireError):
             problem = str(reading.exception())
             self.kill()
@@ -310,7 +310,7 @@ class Agents:
         for agent in self.present.values():
             agent.link.send(message)
 
-    # What was decided (`job_control.JobControl`)
+    # Decisions (`job_control.JobControl`)
 
     def connect(self, host: Host) -> None:
         plan, elastic, own = self._plan, self._plan.elastic, versions()

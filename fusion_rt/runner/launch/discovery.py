@@ -130,7 +130,7 @@ def _why(name: str, error: OSError) -> str:
 
 async def _outcome(child: Child) -> tuple[str, str, int]:
     """Returns a script's output, and its exit status."""
-    # In tasks of its own, that end with this: whoever cancels it hears of no exception that nobody has seen.
+    # In tasks of its own, that end with this: its canceller hears of no exception that was not retrieved.
     stdout, stderr, status = await asyncio.gather(_text(child.stdout), _text(child.stderr), asyncio.shield(child.exit))
     return stdout, stderr, status
 

@@ -90,7 +90,7 @@ class Launch:
             return Fixed(plan.places, self._agents, time.monotonic, settings.start_timeout, settings.tolerate_losses)
         from fusion_rt.runner.decisions.epochs import Epochs  # takes time, for which other jobs need not wait
 
-        # Seeded by the job, so that what happened can be told from its logs.
+        # Seeded by the job, so that a run can be told from its logs.
         blacklist = Blacklist(*plan.elastic.cooldown, time.monotonic, random.Random(plan.job))
         return Epochs(plan.elastic.limits, blacklist, self._agents, time.monotonic)
 
@@ -142,7 +142,7 @@ class Launch:
             await asyncio.sleep(self._silence_limit / BEATS)
             self._agents.tell_all(agent_messages.SignOfLife())
 
-    # What happens
+    # Events
 
     def _on_hosts(self, hosts: tuple[Host, ...]) -> None:
         self._decisions.found(hosts)
@@ -185,7 +185,7 @@ class Launch:
             case Lost():
                 self._on_lost(number, agent, event)
             case agent_messages.Refused(reasons) if not self._agents.is_current(agent):
-                for reason in reasons:  # too late to matter, but somebody may have to clean up
+                for reason in reasons:  # too late to matter, but there may be something to clean up
                     self._console.say(f"fusionrun: host {name}: {reason}")
             case _ if self._agents.is_current(agent):
                 self._on_news(agent, name, event)
@@ -214,7 +214,7 @@ class Launch:
                 decisions.reached(name, serial)
             case agent_messages.DaemonDown(serial, status, reason):
                 if serial == agent.serial:
-                    # What it logged before somebody else killed it says nothing about why.
+                    # Its log from before another process killed it says nothing about the reason.
                     reason = reason or ("" if status == -signal.SIGKILL else agent.logs.last)
                     decisions.daemon_down(name, serial, self._daemon_failure(agent, status, reason, event.reason))
             case EpochOver(epoch, lost, reason):
@@ -316,7 +316,7 @@ class Launch:
         else:
             self._interrupt = number
             self._console.say(f"fusionrun: {signal.Signals(number).name}: stopping the job; once more kills it")
-            self._console.printer.wait_no_more()  # perhaps nobody reads, and the person stops the job for that reason
+            self._console.printer.wait_no_more()  # perhaps the output is not read, and the person stops the job for it
             self._stop(INTERRUPT_GRACE)
 
     async def _finish(self) -> int:

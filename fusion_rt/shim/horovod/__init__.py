@@ -18,7 +18,7 @@ from types import ModuleType
 from fusion_rt import run
 
 __all__ = ["__version__", "run"]
-__version__ = "0.28.1"  # what is followed; scripts compare it
+__version__ = "0.28.1"  # the version that is followed; scripts compare it
 
 _TORCH = "horovod.torch"
 _ABSENT = ("keras", "mxnet", "ray", "spark", "tensorflow")

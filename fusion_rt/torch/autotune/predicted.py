@@ -15,9 +15,9 @@ from fusion_rt.torch.autotune.director import UNMEASURED, Circumstances, Sample,
 _WARM_UP = 5  # steps of a job that are slower than others
 _TRIES = 5  # settings that are tried in one look
 _OF_A_KIND = 2  # of these, where there are several kinds, any of which may be other than predicted
-_WAITS = 0.05  # share of a step that is waited, above which the links are what is waited for
-_SEVERAL = 4  # buckets from which on what was not predicted is held to be theirs
-_CHANGED = 1.25  # what links carry, or computing takes, is another than before, so that others may be best
+_WAITS = 0.05  # share of a step that is waited, above which the wait is for the links
+_SEVERAL = 4  # buckets from which on time that was not predicted is held to be theirs
+_CHANGED = 1.25  # rates of links, or times of computing, have changed, so that others may be best
 _CLEAR = 2.0  # by how much the default has to be slower for one measurement of each to tell
 _FLOATS = ("float32", "float64")
 

@@ -175,9 +175,9 @@ def is_homogeneous() -> bool:
     return len({len(ranks) for ranks in runtime().client.topology.ranks if ranks}) == 1
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- capabilities -----------------------------------------------------------------------------------------------------
 #
-# Scripts ask in order to choose between ways of doing things. Here there is one way, which does what Horovod's build
+# Scripts ask in order to choose between ways of doing things. Here there is one way, which does as Horovod's build
 # with Gloo does and needs no MPI, so they get the answers of such a build, and those about the GPU are torch's.
 
 

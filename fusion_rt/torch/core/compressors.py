@@ -103,7 +103,7 @@ def _maker(kind: type[Codec]) -> Callable[..., Codec]:
             if field in arguments:
                 raise CodecError(f"the codec {kind.name} was given {field} twice")
             arguments[field] = value
-        # A number of numpy or torch is not written as what it is.
+        # A number of numpy or torch is not written as a number.
         plain = {name: value.item() if hasattr(value, "item") else value for name, value in arguments.items()}
         return codecs.parse(f"{kind.name}({', '.join(f'{name}={value!r}' for name, value in plain.items())})")
 

@@ -74,7 +74,7 @@ class Layer:
 
     def __init__(self) -> None:
         self._under_way: deque[Copying] = deque()
-        self._keeping = threading.RLock()  # what is let go may have finalizers that come back
+        self._keeping = threading.RLock()  # released objects may have finalizers that come back
         self._warned = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which is copied to the host
         self._landing: dict[torch.device, torch.cuda.Stream] = {}  # on which results come that no stream waits for

@@ -25,7 +25,7 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime, runtime
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
-_OURS = 2  # references to an object that only an attribute and the one who counts refer to
+_OURS = 2  # references to an object that only an attribute and the counter refer to
 TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -100,7 +100,7 @@ class Memory:
             here.collect()
             region = here.client.allocate(nbytes)
         self.place = region.segment, region.offset
-        self.view = region.view[:nbytes]  # what tensors over it keep alive
+        self.view = region.view[:nbytes]  # kept alive by tensors over it
         weakref.finalize(self.view, here.client.arena.free, region).atexit = False
         if not all(map(device.layer.is_host, tensors)):
             device.layer.pin(here.client.arena.segment(region.segment), tensors)
@@ -156,7 +156,7 @@ def _adopted(here: Runtime, tensor: torch.Tensor, address: int, nbytes: int, wri
     storage = tensor.untyped_storage()
     if not adoptions.lasts(address, nbytes, storage._cdata, partial(StorageWeakRef, storage)):
         return None
-    if not storage.resizable() or storage.is_shared() or storage.is_pinned():  # somebody else's, or no malloc's
+    if not storage.resizable() or storage.is_shared() or storage.is_pinned():  # of another owner, or not of malloc
         return None
     with here.allocating:
         adopted = adoptions.adopt(address, nbytes, _Storage(storage))

@@ -38,7 +38,7 @@ from fusion_rt.torch.sync.carried import Arrays, CarriedState
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.wrapped import Wrapped
 
-_OWN = "own"  # what replicas know besides the script's optimizer
+_OWN = "own"  # the state of replicas besides the script's optimizer
 
 
 class DistributedHandler(Saver):
@@ -159,7 +159,7 @@ class DistributedHandler(Saver):
         here = [rank for rank, (other, _, _) in enumerate(told) if other == node]
         loader = next((rank for rank in here if rank in holders), here[0])
         loads = runtime().rank == loader
-        # What all know is kept by the loader of each node, until it is where it belongs.
+        # Common state is kept by the loader of each node, until it is where it belongs.
         common = common if loads else replace(common, homes={})
         checkpoint.settle(common, replace(own, homes={}, total=None, meant=common.meant), loads)
 

@@ -32,7 +32,7 @@ from fusion_rt.wire import group_id
 
 _KEY = "elastic.donors"
 GROUP = group_id(_KEY)  # of all ranks of a membership epoch
-_SIZES = struct.Struct("<QQ")  # bytes of what is no tensor, and of all
+_SIZES = struct.Struct("<QQ")  # bytes of values that are no tensors, and of all
 _ALIGNMENT = 64  # bytes
 
 

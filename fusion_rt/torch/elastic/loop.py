@@ -80,7 +80,7 @@ class Passage:
                 self._state._hand_over()
                 self._why, self._skip_sync, self._is_orderly = "", interruption.skip_sync, True
                 return
-            except HorovodInternalError as error:  # somebody was not so orderly
+            except HorovodInternalError as error:  # another rank was not so orderly
                 self._why = str(error)
         self._state.restore()
 

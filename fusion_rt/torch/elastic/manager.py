@@ -173,7 +173,7 @@ class Manager:
         """
         interruption = interruption_of(error)
         step._is_interrupted = isinstance(interruption, HorovodInternalError)
-        # The error lives until this returns. Its frames refer to what the step was computing with, and to memory that
+        # The error lives until this returns. Its frames refer to the data of the step, and to memory that
         # was shared with the daemon: they would be there beside those of the next epoch.
         traceback.clear_frames(error.__traceback__)
         self._training.__exit__(type(error), error, error.__traceback__)

@@ -149,7 +149,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Deals the rest of the epoch among the present ranks."""
-        if self._dealt is not None:  # without what was repeated so that other ranks got as many
+        if self._dealt is not None:  # without samples that were repeated so that other ranks got as many
             done = self._dealt[: self.processed_num]
             self._dealt = [*done, *self._undone(self._dealt[self.processed_num :], done)]
         self._deal()
@@ -193,7 +193,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         if min(queued) < 0 or len(limits) > 1 or (limits and max(queued) > min(limits)):
             return False
         before = self._dealt_to_all()
-        # A step counts with what all have given to it, so the lost have done as much as the first of the others.
+        # A step counts with the samples of all ranks, so the lost have done as much as the first of the others.
         done = dict.fromkeys(range(self.num_replicas), most)
         kept = [before[standing.rank][standing.recorded : standing.fetched] for standing in standings]
         order = self._order()

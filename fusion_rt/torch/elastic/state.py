@@ -292,7 +292,7 @@ class TorchState(ObjectState):
         self._handlers = handlers
 
     def save(self) -> None:
-        for distributed in self._distributed():  # first, since what is under way changes the parameters
+        for distributed in self._distributed():  # first, since operations under way change the parameters
             distributed.save()
         for handler in self._handlers.values():
             if not isinstance(handler, DistributedHandler):
@@ -300,7 +300,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        if self._commits.is_open:  # and nobody has all of it
+        if self._commits.is_open:  # and no rank has all of it
             self._take_back()
         for handler in self._handlers.values():
             handler.restore()
@@ -333,7 +333,7 @@ class TorchState(ObjectState):
                 saver.set_aside()
             for distributed in self._distributed():
                 distributed.drain()
-            barrier()  # what any rank has sent to homes is in them, on all nodes, before any of them is saved
+            barrier()  # all posts to homes are in them, on all nodes, before any of them is saved
 
     def _mirror(self) -> None:
         for distributed in self._distributed():
@@ -388,7 +388,7 @@ class TorchState(ObjectState):
     def _level(self) -> str:
         kinds = (DistributedHandler, _OptimizerHandler)
         optimizers = [handler for handler in self._handlers.values() if isinstance(handler, kinds)]
-        # Nobody knows what a script's own way of training gives each rank.
+        # A script's own way of training may give each rank other values.
         if not optimizers or not all(isinstance(one, DistributedHandler) and one.is_alike for one in optimizers):
             return ""
         objects = [handler.value.state_dict() for handler in self._handlers.values() if type(handler) is _Handler]

@@ -119,7 +119,7 @@ def conclude(reports: Sequence[RankReport]) -> Conclusion | None:
     behind = tuple(rank for rank, report in enumerate(reports) if report.completed < most)
     left_out = max(most + 1, *(report.begun for report in reports))
     if any(report.is_spoiled and report.completed == most for report in reports):
-        return None  # and nobody is left to heal it from
+        return None  # and no rank is left to heal it from
     if not behind:
         return Conclusion(left_out)
     root = next(rank for rank, report in enumerate(reports) if report.completed == most)
@@ -130,7 +130,7 @@ def conclude(reports: Sequence[RankReport]) -> Conclusion | None:
     if any(outcome is Outcome.OPEN for _, outcome in healed):
         return None  # the root may have changed these results already
     if any(report.has_memory for report in reports):
-        return None  # what those that are behind have in their residuals again, is in the results of the others
+        return None  # values that ranks behind have in their residuals again are in the results of the others
     return Conclusion(left_out, behind, root, healed)
 
 
@@ -246,7 +246,7 @@ class Survival:
         if exchanges.is_uncertain or any(exchange.is_done for exchange in dropped):
             raise error
         if runtime().client.channel.failure is None:
-            raise error  # nobody is lost
+            raise error  # no rank is lost
         trained = {schedule.sync.options.process_set.process_set_id for schedule in everyone()}
         lasting = [one for one in process_sets.by_rule() if one.process_set_id not in trained]
         can_last = {GLOBAL_SET, donors.GROUP, *(one.process_set_id for one in lasting)}
@@ -290,7 +290,7 @@ class Survival:
         move(self._agent, why)
         self._state._given = ()  # by now, newcomers have it or are gone
         if runtime().where.socket != daemon and any(each.sync.checkpoint.is_lost_with_daemon for each in everyone()):
-            self._stays = False  # what codecs and homes remember is gone with the daemon, but for the last commit's
+            self._stays = False  # the memory of codecs and homes is gone with the daemon, but for the last commit's
         for exchange in dropped:
             for part in exchange.parts:
                 part.drop_under_way()

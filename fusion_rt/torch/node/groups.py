@@ -195,7 +195,7 @@ class _Followed:
         if self._copying is None:
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # raises what went wrong
+            self._work.wait()  # raises the error
             self._copying = Copying() if self._then is None else self._then()
         return self._copying.done()
 
@@ -279,7 +279,7 @@ class NcclGroup(Group):
             try:
                 self.try_out(rank, size, device, start)  # connects them
             except BaseException:
-                self.abort()  # or the device would wait for a reduction for ever, and what is queued after it too
+                self.abort()  # or the device would wait for a reduction forever, and all work that is queued after it
                 raise
             finally:
                 _leave_store(file)

@@ -47,9 +47,9 @@ from fusion_rt.torch.node.ledger import REFUSED, NodeLedger
 if TYPE_CHECKING:
     from fusion_rt.torch.node.groups import Backend, Group, UnderWay
 
-_POLL = 1e-4  # seconds between two looks at what another rank has to do
+_POLL = 1e-4  # seconds between two looks at another rank's progress
 _WATCH = 0.01  # seconds between two looks at whether it will
-_LINGER = 10.0  # seconds that ranks may take to gather what this one has given
+_LINGER = 10.0  # seconds that ranks may take to gather this one's part
 _COMBINED = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
 _NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf"), "product": 1.0}
 

@@ -100,7 +100,7 @@ class Digests:
             gathered[:, [1 + place for place in by_name]] = gathered[:, 1:].clone()
             different = differences(gathered, names)
         except HorovodInternalError:
-            return  # nothing depends on it; of a rank that is lost the next exchange says what is to do
+            return  # nothing depends on it; the next exchange deals with a rank that is lost
         if different and not self._differs:
             warnings.warn(f"the ranks' parameters differ since {since}: {different} from most ranks; changes besides "
                           "the optimizer's steps have to be the same on all ranks, and hvd.broadcast_parameters "

@@ -30,7 +30,7 @@ from fusion_rt.torch.sync.scales.conversion import Meant
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
 
-# Of homes: what is of single ranks, of their clocks, or of codecs that have other buckets then.
+# Of homes: state of single ranks, of their clocks, or of codecs that have other buckets then.
 _LEFT_BEHIND = ("aux/w_bak/", "aux/arrivals", "version", "done", "codec/", "answers/")
 
 

@@ -79,7 +79,7 @@ class Checkpoint:
         self.units = Units(trained, options.reduction, options.process_set)
         self._homes_are_loaded = False  # with a checkpoint's state, since there was no plan
         self._begin_to_convert()
-        self._planned: wire.Plan | None = None  # whose homes have what was carried, or begin with a seed
+        self._planned: wire.Plan | None = None  # whose homes have carried state, or begin with a seed
         why = why_only_at_commits(options) if mirrors_updates and self._at_shards else ""
         self.outlives = mirrors_updates and self._at_shards and not why
         if why and options.process_set.rank() == 0:
@@ -114,7 +114,7 @@ class Checkpoint:
             return
         where = self._source.where()
         assert where is not None
-        barrier(process_set=where.ranks)  # nobody posts to these homes any more
+        barrier(process_set=where.ranks)  # no rank posts to these homes any more
         mine = self.carry() or CarriedState()
         homes = carried.united(allgather_object(mine.homes, process_set=where.ranks))
         kept = CarriedState(homes=homes, meant=self.units.meant)
@@ -240,7 +240,7 @@ class Checkpoint:
         sizes = self.sizes()
         for key, value in state.items():
             if key.startswith(("home:", "sender:")):
-                continue  # of an algorithm; the daemon knows what it can use
+                continue  # of an algorithm; the daemon knows whether it can use it
             kind, slash, name = key.partition(":")[2].partition("/")
             if slash and name not in sizes:
                 raise ValueError(

@@ -71,9 +71,9 @@ class BucketSelection(device.Copying):
         self._groups: tuple[Group, ...] = codec.rules.groups(layout)
         self._step = 0
         self._under_way = False
-        self._owes = False  # its daemon has told, or will tell, by what to correct the residual
+        self._owes = False  # its daemon has told, or will tell, the correction of the residual
         self._given: torch.Tensor | None = None  # the gradient of the step under way
-        self._masked: list[Array] = []  # the words of groups in which the velocity of what is selected starts again
+        self._masked: list[Array] = []  # the words of groups in which the velocity of selected elements starts again
         always = Spans(codec.rules.dense(layout)).all_indices(0, layout.elements)
         with side.beside():
             self._residual = side.zeros(layout.elements)
@@ -169,7 +169,7 @@ class BucketSelection(device.Copying):
                     self._velocity[chosen.to(self._velocity.device, non_blocking=True).long()] = 0
         done = self._mark(*([] if given is None else [given]))
         if undone:
-            done.precede()  # what is queued for training next is the next gradient, which takes the place of this one
+            done.precede()  # the next work queued for training is the next gradient, which takes the place of this one
 
     def withdraw(self) -> None:
         """Ends a step of which the daemon is not told: residual and velocity become what they were, as exactly as
@@ -205,7 +205,7 @@ class BucketSelection(device.Copying):
         else:
             self._residual.zero_()
 
-    # --- what it remembers, as `FeedbackBucketCodec.state_dict` has it ------------------------------------------------
+    # --- its memory, as `FeedbackBucketCodec.state_dict` has it -------------------------------------------------------
 
     def add_to(self, state: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the residual and velocity of a saved state of this bucket, with those here added."""
@@ -263,7 +263,7 @@ class BucketSelector(Stage):
         self._copies = copies
         self._gradient: torch.Tensor | None = None  # all of them, on the device
         self._places: list[torch.Tensor] = []  # of each, in its shape
-        self._now: wire.Ready | None = None  # the terms of what has been selected
+        self._now: wire.Ready | None = None  # the terms of the selection
 
     def is_due(self) -> bool:
         return self._selections.here

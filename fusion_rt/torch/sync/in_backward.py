@@ -250,7 +250,7 @@ class InBackward(Schedule):
         if self._pass_failed:
             raise StepGivenUp(f"this rank {StepGivenUp.SAYS}: {self._give_up()}; all ranks have to skip this batch")
 
-    # --- what the script calls ----------------------------------------------------------------------------------------
+    # --- calls of the script ------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
         """Takes the script's optimizer's step, after `synchronize()`, unless that is skipped. The loss of a closure is
@@ -350,7 +350,7 @@ class InBackward(Schedule):
         self.reduced, self._is_left_out = 0, False
         if self.sync.idle:
             return
-        with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
+        with contextlib.suppress(HorovodInternalError):  # whatever their end: their results are not needed any more
             if self._pass_failed:
                 self._give_up()
             self.sync.poster.finish()
@@ -468,7 +468,7 @@ class InBackward(Schedule):
         self.backward, self.pass_number = None, 0
 
     def plan_given_up(self, anew: bool) -> None:
-        if anew and exchanges.survive is None:  # else what has been reduced is still to be stepped with
+        if anew and exchanges.survive is None:  # else the reduced gradients are still to be stepped with
             self.reduced = 0
 
 

@@ -25,7 +25,7 @@ from fusion_rt.torch.sync.buckets import Bucket, Stage
 from fusion_rt.torch.sync.slots import Slot, follow_streams
 
 _IDLE = 1.0  # seconds after which a thread without work ends
-_SHORT, _LONG = 5e-5, 1e-3  # seconds between two looks at what nobody is woken up by
+_SHORT, _LONG = 5e-5, 1e-3  # seconds between two looks at work that wakes no thread
 _posters: weakref.WeakSet[Poster] = weakref.WeakSet()
 
 

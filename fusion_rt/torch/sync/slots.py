@@ -81,7 +81,7 @@ class Slot:
         self.sparse = 0
         self.bucket: Any = None
         self.view: torch.Tensor | None = None
-        self._place: torch.Tensor | None = None  # the same memory; nobody else has this tensor
+        self._place: torch.Tensor | None = None  # the same memory; this tensor has no other user
         self.address = 0
         self.stream: torch.cuda.Stream | None = None
         self.kept: torch.Tensor | None = None
@@ -120,7 +120,7 @@ class Slot:
         """
         if torch._C._current_autograd_node() is not self._adds:
             self.follow()
-            self.closed = False  # it is too late to tell what has been reduced of the sum
+            self.closed = False  # it is too late to tell which part of the sum has been reduced
         hooks, own = self._last.hooks_dict_ref(), self._last.id
         if len(hooks) > 1 and own in hooks:
             hooks[own] = hooks.pop(own)

@@ -108,7 +108,7 @@ class Schedule:
         self.released = True
         self.sync.release()
 
-    # --- what autograd says; see `slots.GradientHooks` ----------------------------------------------------------------
+    # --- calls of autograd; see `slots.GradientHooks` -----------------------------------------------------------------
 
     def arriving(self, slot: Slot, gradients: Any) -> None:
         """Called when autograd is about to add to `p.grad`."""
@@ -133,7 +133,7 @@ class Schedule:
     def pass_is_gone(self) -> None:
         """Called when a backward pass that this schedule has entered has ended, well or not."""
 
-    # --- what the script calls ----------------------------------------------------------------------------------------
+    # --- calls of the script ------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
         """Takes a step. See `Wrapped.step`."""

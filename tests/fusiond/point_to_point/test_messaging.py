@@ -373,7 +373,7 @@ def test_no_more_messages_are_kept_than_were_granted() -> None:
     flood = [wire.MessageSent(0, 1, 0, 0, clock, 4, b"abcd") for clock in range(AT_ONCE + 1)]
     from_node_1(mail, *flood[:-1])
     with pytest.raises(
-        CreditExceeded, match="it sent more messages that nobody has received than 1024, of 1048576 bytes in all"
+        CreditExceeded, match="it sent more messages that have not been received than 1024, of 1048576 bytes in all"
     ):
         from_node_1(mail, flood[-1])
 

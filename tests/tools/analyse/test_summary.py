@@ -26,7 +26,7 @@ def rank(number: int, milliseconds: float) -> Rank:
 def test_a_rank_that_nobody_waits_for_is_named_and_how_many_steps_each_takes() -> None:
     ranks = [rank(0, 2.5), rank(1, 2.4), rank(2, 2.5), rank(3, 55.0)]
     assert [each.rank for each in alone(ranks)] == [3]
-    told = "rank 3 takes 55.0 ms a step, where most take 2.50 ms; but nobody waited for that"
+    told = "rank 3 takes 55.0 ms a step, where most take 2.50 ms; but no rank waited for that"
     assert unhurt(ranks) == (told, False)
     assert _rates(ranks) == "18.18 (rank 3) to 416.67 (rank 1) steps"
 

@@ -34,7 +34,7 @@ ACTIVITIES = (
     "decode", "negotiation", "queue", "wire", "unrecorded",
 )  # fmt: skip
 _OF_WORKERS = ("apply", "copy", "step", "backward", "forward", "other")  # the earlier one counts, of two at a time
-_END, _LAST, _DATA, _RUN, _NEGOTIATED, _READY = 5, 4, 3, 2, 1, 0  # what comes after what at the same moment
+_END, _LAST, _DATA, _RUN, _NEGOTIATED, _READY = 5, 4, 3, 2, 1, 0  # the order of events at the same moment
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _Graph:
     def back_from(self, step: Step) -> tuple[Segment, ...]:
         """Walks from the end of a step back to its begin."""
         walk = _Walk(step.begin, step.end, (step.rank, step.begin, ""))
-        at: tuple[int, Key] | int = step.rank  # a worker's rank, or a node and what its daemon is at
+        at: tuple[int, Key] | int = step.rank  # a worker's rank, or a node and its daemon's work
         stage = _END
         seen: set[object] = set()
         while not walk.at_end:

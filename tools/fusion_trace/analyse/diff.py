@@ -28,7 +28,7 @@ from fusion_trace.read.span_columns import phase_columns, union_of
 
 MEASURES = ("step", *PARTS, "forward", "backward", "step()")
 LEAST_STEPS = 8  # of each job
-_OWN = ("compute", "overlapped", "idle")  # what a rank does itself
+_OWN = ("compute", "overlapped", "idle")  # a rank's own work
 
 
 @dataclass(frozen=True)

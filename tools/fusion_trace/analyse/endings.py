@@ -113,7 +113,7 @@ def sentences(trace: JobTrace, found: Endings) -> Iterator[str]:
         after = f"died {(each.time - begin) / 1e9:.1f} s after the first record"
         if place:
             after = f"died {(each.time - found.dead[0].time) / 1e9:.2f} s later, perhaps because of that"
-        # Most daemons' sentences begin with who died, too.
+        # Most daemons' sentences begin with the dead process, too.
         named, _, how = each.why.partition(" died ")
         why = f" {how}" if how and named.startswith(f"{each.what} {each.number} (") else f": {each.why}"
         yield f"{_who(trace, each)} {after}{why}{told}"

@@ -167,7 +167,7 @@ def steps_of_operations(every: Operations, parts: Sequence[Partition]) -> Ints:
     for rank, steps in by_rank(parts).items():
         begin, end, number = (np.array([getattr(step, of) for step in steps]) for of in ("begin", "end", "number"))
         time = every.workers[rank].first(Kind.SUBMITTED)
-        place = np.searchsorted(end, time)  # what was handed over at its very end belongs to it
+        place = np.searchsorted(end, time)  # a submission at its very end belongs to it
         inside = np.minimum(place, len(steps) - 1)
         its = (found < 0) & (time != NEVER) & (place < len(steps)) & (begin[inside] < time)
         found[its] = number[inside][its]

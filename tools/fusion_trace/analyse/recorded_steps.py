@@ -314,7 +314,7 @@ def _program(rows: Iterable[tuple[int, int, str]], step: Step, index: Mapping[st
             waiting += kind == Kind.WAIT_BEGIN
         elif kind == Kind.SUBMITTED:
             events.append(HandOver(number))
-        else:  # what is read or applied has come, also where it had come before anybody waited
+        else:  # data that is read or applied has come, also where it had come before any wait
             waiting += kind == Kind.WAIT_BEGIN
             events.append(Wait(number))
     if not waiting and step.end > at:

@@ -164,11 +164,11 @@ class _Resources:
                 if not len(of):
                     continue
                 links.append((source, target))
-                # A link that carries another operation's chunks meanwhile is as busy; what it carried before the last
+                # A link that carries another operation's chunks meanwhile is as busy; its load before the last
                 # rank was there does not count.
                 end = np.maximum(begin, end)
                 _, waits_from, waits_to = _turns(_of_peer(out[Kind.QUEUED], target), sent)
-                # Who waits for its turn waits for what is under way, and for word that it has come.
+                # A queued chunk waits for the chunk in flight and its acknowledgement.
                 busy = union_of(np.concatenate([begin, waits_from]), np.concatenate([end, waits_to]))
                 at = self.begin, self.book.through
                 spans = np.searchsorted(np.sort(begin), at[1]) - np.searchsorted(np.sort(end), at[0])

@@ -41,10 +41,10 @@ from fusion_trace.read.rows import NEVER
 from fusion_trace.read.span_columns import Floats, Ints
 
 WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
-CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike
+CLEARLY = 0.3  # of the usual figure: daemons and links that differ by less are alike
 _ALIKE = 0.1  # of the bytes of the link that carries most in a step: links that carry less are not compared with it
 LIKELY = 0.01  # chance, of any of its kind, up to which a finding is told
-SINGULAR = 5.0  # times what anybody else costs, and
+SINGULAR = 5.0  # times the cost of any other, and
 SINGULAR_COST = 0.04  # of the time: then it is told, though it may be chance
 CAUSES = ("compute", "daemon", "negotiation", "wire")
 _WORDS = {
@@ -149,7 +149,7 @@ class _Inquiry:
         self.trace, self.book, self.used = trace, book, used
         self.step_of = book.step_of_operation()
         self.whole = float(book.end[-1] - book.begin[0])
-        self.totals: dict[str, tuple[Floats, Floats]] = {}  # by cause: what each took in each step, and the others
+        self.totals: dict[str, tuple[Floats, Floats]] = {}  # by cause: each one's time in each step, and the others'
         self.least = 0.0  # ns that the steps take at least, since a shaper passes no more bytes in less
 
     def findings(self) -> tuple[Finding, ...]:
@@ -251,7 +251,7 @@ class _Inquiry:
         ]
         self.totals[cause] = sums[0], sums[1]
         found = _signals(sums[0] - sums[1], self.book.lengths)
-        # How a link is used matters a little: bursts are faster than streams, and who is last sends all at once.
+        # How a link is used matters a little: bursts are faster than streams, and the last one sends all at once.
         slow = found > 0
         found = found * ((sums[0] * slow).sum(0) > (1 + CLEARLY) * (sums[1] * slow).sum(0))
         if error is not None:
@@ -560,7 +560,7 @@ def _replay(book: Ledger, used: Resources, suspects: Sequence[Suspect], without:
                     done += 1
                 ready = through[about][:, None] + spread[about]
             else:
-                # The answer to one rank depends on nobody else's part.
+                # The answer to one rank depends on no other rank's part.
                 ready = submitted.pop(about) + book.through[about] + spread[about] - book.last[about]
             np.maximum(now, ready, out=now, where=book.there[event])
             now += lag[event]
@@ -600,7 +600,7 @@ def _took(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: N
 
 # --- more than chance -------------------------------------------------------------------------------------------------
 # Noise of machines is neither normal nor even, so that all of this goes by medians and ranks: a level is a running
-# median that is far from zero for what the series scatters; a spike is far from the level; and which columns have
+# median that is far from zero for the scatter of the series; a spike is far from the level; and which columns have
 # levels and spikes more often than chance would give them is found by dealing them anew.
 
 

@@ -18,7 +18,7 @@ _FORMULA = (
     "@",
     "\t",
     "\r",
-)  # what a cell begins with that a spreadsheet evaluates (OWASP, CSV injection)
+)  # the first characters of a cell that a spreadsheet evaluates (OWASP, CSV injection)
 
 
 def write(path: str, trace: JobTrace) -> int:

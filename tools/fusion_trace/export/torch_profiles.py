@@ -20,7 +20,7 @@ from fusion_trace.read.job import JobTrace, Process
 
 MOST_BYTES = 1 << 30  # of a file, uncompressed
 _FIRST_TID = 1_000_000  # of threads of these traces, which keeps them apart from tracks
-_PIDS = 10_000  # pids of what is no worker, for each file
+_PIDS = 10_000  # pids of processes that are no workers, for each file
 
 
 def read(path: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.reader import Records
 
-_MOST_DRIFT = 1e-4  # seconds a second by which clocks may drift apart: twice what NTP takes clocks to be
+_MOST_DRIFT = 1e-4  # seconds a second by which clocks may drift apart: twice NTP's assumption
 PIECE = 16 * 10**9  # ns between corners, at least
 _SHORT = 2 * 10**9  # ns in which no drift can be told from noise
 _ENOUGH = 8  # measurements for a piece of the line
@@ -131,12 +131,12 @@ def _fitted(times: NDArray[np.int64], offsets: NDArray[np.int64], round_trips: N
         if place - corners[-1] >= _ENOUGH and times[place] - times[corners[-1]] >= PIECE:
             corners.append(place)
     pieces = [trips[begin:end] for begin, end in pairwise([*corners, len(trips)]) if end - begin >= _ENOUGH]
-    # The record's round trip is rounded to microseconds: half of it, and what rounding may have taken.
+    # The record's round trip is rounded to microseconds: half of it, and the largest rounding error.
     error = int(max(piece.min() for piece in pieces or [trips])) * 500 + 500
     if len(times) < _ENOUGH or times[-1] - times[0] < _SHORT:
         best = int(np.argmin(trips))
         return Offset(times[best : best + 1], offsets[best : best + 1], error, "")
-    # The last corner is the end: what follows the last but one is a piece too, or belongs to the one before.
+    # The last corner is the end: times after the last but one are a piece too, or belong to the one before.
     if len(corners) > 1 and len(times) - corners[-1] < _ENOUGH:
         corners.pop()
     at = np.append(times[corners], times[-1])

@@ -15,7 +15,7 @@ from fusion_trace.read.rows import NEVER, Ints, Row, RowsOfOperations
 from fusion_trace.read.span_columns import matched
 
 _NONE = -1  # no row
-_RECORDS = 1 << 18  # that are joined at once: columns are many times as large as what they come from
+_RECORDS = 1 << 18  # that are joined at once: columns are many times as large as their records
 
 
 class Chunk(NamedTuple):
@@ -162,7 +162,7 @@ class _Join:
         came = self._came(odd, taken)
         odd_out = odd[np.searchsorted(self._groups, out.group)]
         odd_into = odd[np.searchsorted(self._groups, into.group)]
-        # What left, or waits to.
+        # Chunks that left, or wait to.
         left = ~out.opens
         waits = out.opens.copy()
         waits[queued[left & (queued != _NONE)]] = False
@@ -170,7 +170,7 @@ class _Join:
         sent = left[leaving]
         arrival = np.where(sent, came[leaving], _NONE)
         first = np.where(sent, queued[leaving], leaving)
-        # What came, and nobody has seen leave.
+        # Chunks that came, without a record of their leaving.
         known = np.zeros(len(into), bool)
         known[arrival[arrival != _NONE]] = True
         has_come = np.zeros(len(into), bool)
@@ -186,7 +186,7 @@ class _Join:
             "sent": np.concatenate([np.where(sent, out.time[leaving], NEVER), np.full(len(alone), NEVER)]),
             "received": np.concatenate([_at(into.time, arrival), np.where(is_arrival, into.time[alone], NEVER)]),
             "taken": np.concatenate([_at(into.time, _follow(taken, arrival)), _at(into.time, after)]),
-            # Within a link: what was sent, what still waits, what came by number, and what came without one.
+            # Within a link: chunks sent, still waiting, received by number, and received without one.
             "turn": np.concatenate([np.where(sent, 0, 1), np.where(is_arrival & (into.number[alone] > 0), 2, 3)]),
             "place": np.concatenate([leaving, np.where(after != _NONE, after, len(into) + alone)]),
         }
@@ -199,7 +199,7 @@ class _Join:
         begins, ends = matched(out.group, out.opens)
         found = np.full(len(out), _NONE)
         found[ends] = begins
-        # Who waits for credit may wait for its turn then.
+        # A chunk that waits for credit may wait for its turn then.
         turns = np.unique(out.group[out.opens & (out.number > 0)])
         credits = np.unique(out.group[out.opens & (out.number == 0)])
         odd[np.searchsorted(self._groups, np.intersect1d(turns, credits, assume_unique=True))] = True
@@ -223,7 +223,7 @@ class _Join:
         came, gone = mine[into.opens[mine]], mine[~into.opens[mine]]
         odd[_twice(group[gone], into.number[gone])] = True
         a, b = _same(group[came], into.number[came], group[gone], into.number[gone])
-        fits = came[a] < gone[b]  # what is taken before it came is another one
+        fits = came[a] < gone[b]  # a chunk that is taken before it came is another one
         found[came[a][fits]] = gone[b][fits]
         return found
 

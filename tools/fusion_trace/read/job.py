@@ -32,7 +32,7 @@ from fusion_trace.read import alignment
 from fusion_trace.read.alignment import Offset
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 
-AT_ONCE = 4 << 20  # of a job that are read if nobody has chosen steps: with what is made of them, a few 100 MB
+AT_ONCE = 4 << 20  # of a job that are read if no steps are chosen: with the tables made of them, a few 100 MB
 _FOREVER: Window = (-(1 << 62), 1 << 62)
 _PATIENCE = 1.0  # seconds without a word
 _MOST_FILES = 16384  # below a directory
@@ -265,7 +265,7 @@ def _windows(headers: Mapping[str, Header], chosen: StepRange) -> _Windows:
     if not len(clocks):
         return _Windows({})
     if not any(clock in chosen for clock in [*np.unique(clocks).tolist(), int(clocks[-1]) + 1]):
-        # The one after the last that has ended is there as well, and may be what a rank has died in.
+        # The one after the last that has ended is there as well, because a rank may have died in it.
         whole = [its["clock"][1:][its["clock"][1:] == its["clock"][:-1] + 1] for its in ends.values()]
         first, last = (pick((int(pick(its)) for its in whole if len(its)), default=0) for pick in (min, max))
         job = next(iter(headers.values())).job

@@ -323,7 +323,7 @@ def _numbered(trace: JobTrace) -> tuple[Ints, Ints, NDArray[np.uint64], Ints, li
     for place, ((process, _), kept) in enumerate(zip(everybody, places, strict=True)):
         of = np.searchsorted(found, numbers[place])
         kind = process.records["kind"][kept]
-        later = np.zeros(len(of), np.int64)  # links come after everything else, what was sent first
+        later = np.zeros(len(of), np.int64)  # links come after everything else, sent chunks first
         later[np.isin(kind, (Kind.QUEUED, Kind.SENT))] = 1
         later[np.isin(kind, (Kind.RECEIVED, Kind.TAKEN))] = 2
         for turn in range(3):

@@ -63,7 +63,7 @@ def findings(report: Report) -> tuple[Told, ...]:
         )
         found.append((idle / step, Told(what, "Most often that is the loading of data, or evaluation.", True)))
     if not found:
-        unknown, well = summary_page.unhurt(report.summary.ranks) or stragglers_page.nobody(
+        unknown, well = summary_page.unhurt(report.summary.ranks) or stragglers_page.none_stands_out(
             report.trace, report.ranks[0].steps
         )
         if not well:

@@ -51,7 +51,7 @@ def render(job: str, sections: Sequence[Section], script: Path) -> str:
         "CHARTS": _json(charts),
         "PLOTLY": packed,
     }
-    pieces = template.split("@@")  # text, name, text, name, ...: what is filled in is never searched again
+    pieces = template.split("@@")  # text, name, text, name, ...: filled-in values are never searched again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 

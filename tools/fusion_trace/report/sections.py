@@ -191,7 +191,7 @@ def _stragglers(report: Report) -> Section:
     found = report.summary.stragglers
     steps = len({number for column in report.columns for number in range(column.first, column.last + 1)})
     told = tuple(Told(stragglers_page.sentence(report.trace, each) + ".", "", True) for each in found[:MOST_ROWS])
-    what, well = stragglers_page.nobody(report.trace, steps)
+    what, well = stragglers_page.none_stands_out(report.trace, steps)
     nobody = Told(what[0].upper() + what[1:] + ".", "", not well)
     table = shortened(stragglers_page.rows_of(report.trace, found[:MOST_ROWS]), len(found))
     return Section(
@@ -200,7 +200,7 @@ def _stragglers(report: Report) -> Section:
         told=told or (nobody,),
         about=(
             "Red: in this step the rank's own work took longer than that of the median rank; blue: less long. "
-            "`fusion-trace stragglers --json` has all steps in which somebody is slow.",
+            "`fusion-trace stragglers --json` has all steps in which a process is slow.",
         ),
         charts=(charts.slower_map(report.columns, [rank.rank for rank in report.ranks]),),
         tables=(table,) if found else (),

@@ -73,14 +73,14 @@ def rows_of(trace: JobTrace, found: Sequence[Finding]) -> Table:
     return Table("Stragglers", columns, tuple(rows), left=2)
 
 
-def nobody(trace: JobTrace, steps: int) -> tuple[str, bool]:
+def none_stands_out(trace: JobTrace, steps: int) -> tuple[str, bool]:
     """Says that none is slower than the others, or that it cannot be known; and whether all is well."""
     missing = unseen(trace)
     if missing.ranks_may_be_missing:
-        return "nobody can be named: " + "; ".join(gaps_in_words(trace, missing)), False
+        return "none can be named: " + "; ".join(gaps_in_words(trace, missing)), False
     if steps < 4:
-        return f"nobody: there are {steps} whole steps of all ranks, too few to compare", False
-    return f"nobody: in {steps} steps no rank, host or link stands out", True
+        return f"none: there are {steps} whole steps of all ranks, too few to compare", False
+    return f"none: in {steps} steps no rank, host or link stands out", True
 
 
 def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
@@ -91,7 +91,7 @@ def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
     if not steps:
         out.print("no rank has a whole step in it")
     elif not found:
-        told, well = nobody(trace, steps)
+        told, well = none_stands_out(trace, steps)
         out.print(told, style="green" if well else "yellow", soft_wrap=True)
     else:
         for each in found:

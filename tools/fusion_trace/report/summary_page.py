@@ -51,7 +51,7 @@ def unhurt(ranks: Sequence[Rank]) -> tuple[str, bool] | None:
     usual = statistics.median(rank.median for rank in ranks)
     which = ", ".join(f"rank {rank.rank} takes {duration(rank.median)} a step" for rank in slow[:_MOST_SLOW])
     more = f", {counted(len(slow) - _MOST_SLOW, 'more rank')} as well" if slow[_MOST_SLOW:] else ""
-    return f"{which}{more}, where most take {duration(usual)}; but nobody waited for that", False
+    return f"{which}{more}, where most take {duration(usual)}; but no rank waited for that", False
 
 
 def _rates(ranks: Sequence[Rank]) -> str:
@@ -136,6 +136,7 @@ def show(trace: JobTrace, found: Summary) -> None:
         if len(found.stragglers) > _MOST_SLOW:
             out.print(f"and {len(found.stragglers) - _MOST_SLOW} more: fusion-trace stragglers")
         if not found.stragglers:
-            told, well = unhurt(found.ranks) or stragglers_page.nobody(trace, max(rank.steps for rank in found.ranks))
+            steps = max(rank.steps for rank in found.ranks)
+            told, well = unhurt(found.ranks) or stragglers_page.none_stands_out(trace, steps)
             out.print(f"slow: {told}", style="green" if well else "yellow", soft_wrap=True)
     problems(out, (odd for odd in found.odd if odd not in told))

@@ -17,10 +17,10 @@ from fusion_trace.read.job import JobTrace, Process
 MOST_STEPS = 12  # that are drawn
 MOST_RANKS = 16  # in a step, with the daemons of their nodes
 MOST_BARS = 2000  # in a step
-_SLOWEST = 3  # steps, if nobody has chosen others
+_SLOWEST = 3  # steps, if no others are chosen
 _WHOLE = {"waits": "wait", "handed over": "handed over", "blocked": "blocked"}
 _OF_HOSTS = {"to": "sending", "from": "receiving"}
-_BY_WORD = ("script", "memory", "kernels")  # tracks on which a slice's first word says what it is
+_BY_WORD = ("script", "memory", "kernels")  # tracks on which a slice's first word is its kind
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _drawn(trace: JobTrace, number: int, why: str, parts: Sequence[Partition]) -
     begin, end = min(part.begin for part in parts), max(part.end for part in parts)
     shown = sorted(part.rank for part in parts)[:MOST_RANKS]
     nodes = {trace.node_of[rank] for rank in shown}
-    # With a step on either side, in which what is under way at its begin and end has begun and ended.
+    # With a step on either side, in which operations under way at its begin and end begin and end.
     part = trace.between(2 * begin - end, 2 * end - begin)
     rows = sorted(zip(part.processes, picture.draw(part).processes, strict=True), key=lambda each: _order(each[0]))
     bars = [

@@ -68,7 +68,7 @@ class AtStep(Schedule):
         self._said = terms()  # with each bucket
         self._graph_task = -1  # of the last gradient
         self._is_restored = False  # homes may know this rank with other parameters than it has
-        self._is_set_anew = False  # homes that begin with what was saved are to have the parameters
+        self._is_set_anew = False  # homes that begin with saved values are to have the parameters
 
     @property
     def loss_scale(self) -> float:
@@ -162,7 +162,7 @@ class AtStep(Schedule):
         try:
             self._await_answers(posted)
             share = self._share_of_mean(posted)
-            if self.survives and exchanges.survive is not None:  # then nobody may have taken a part of what is left out
+            if self.survives and exchanges.survive is not None:  # then no rank may have taken a part of values left out
                 self.sync.await_results(posted.buckets if self._algorithm.overlaps else None)
             self.sync.receive(share, posted.buckets)
         except BaseException as error:
@@ -199,7 +199,7 @@ class AtStep(Schedule):
                 "on all of them before the next step"
             )
 
-    # --- what the script calls ----------------------------------------------------------------------------------------
+    # --- calls of the script ------------------------------------------------------------------------------------------
 
     def agree(self) -> None:
         if self._algorithm.at_shards:
@@ -213,7 +213,7 @@ class AtStep(Schedule):
             return
         unanswered, self._unanswered = self._unanswered, []
         for posted in unanswered:
-            with contextlib.suppress(HorovodInternalError):  # whatever becomes of it: nobody is interested any more
+            with contextlib.suppress(HorovodInternalError):  # whatever its end: its result is not needed any more
                 self._await_answers(posted)
                 self._share_of_mean(posted)
         self.sync.await_sent()
@@ -243,7 +243,7 @@ class AtStep(Schedule):
             self._give_parameters("reseed")
         barrier(self.sync.options.process_set)
 
-    # --- in checkpoints, and what the synchroniser says --------------------------------------------------------------
+    # --- in checkpoints, and the synchroniser's report ---------------------------------------------------------------
 
     def homes_are_loaded(self) -> None:
         self._weights.forget()

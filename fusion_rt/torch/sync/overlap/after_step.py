@@ -225,7 +225,7 @@ class AfterStep(InBackward):
         if self._last is None:
             return False
         try:
-            if exchanges.survive is not None:  # then nobody may have a part of an update that others have not
+            if exchanges.survive is not None:  # then no rank may have a part of an update that others have not
                 for each in dict.fromkeys(self._pending.values()):
                     each.await_end()
             self._last.await_end()
@@ -372,7 +372,7 @@ class AfterStep(InBackward):
         self._uses.unseen.add(id(slot.parameter))
         self._land_of(id(slot.parameter))
 
-    # --- a backward pass, and what the script does with gradients -----------------------------------------------------
+    # --- a backward pass, and the script's work with gradients --------------------------------------------------------
 
     def synchronize(self) -> None:
         """Reduces the gradients after a backward pass, and waits for it, so that they can be looked at and changed; to

@@ -21,8 +21,8 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.slots import Slot, memory_order
 
-# Sums of bits take two passes over the memory of all parameters: 12 ms of a step with 25 million, half of what overlap
-# cost where ranks share a host. A script that changes parameters itself does so from its first steps on.
+# Sums of bits take two passes over the memory of all parameters: 12 ms of a step with 25 million, half of the cost of
+# overlap where ranks share a host. A script that changes parameters itself does so from its first steps on.
 _FULL_STEPS = 8  # of an optimizer, in which all its parameters are summed
 _EVERY = 16  # afterwards each parameter is, in one of so many steps
 

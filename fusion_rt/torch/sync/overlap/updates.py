@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-_OF_THE_SCALER = ("grad_scale", "found_inf")  # what a GradScaler tells an optimizer only while it steps
+_OF_THE_SCALER = ("grad_scale", "found_inf")  # values that a GradScaler tells an optimizer only while it steps
 
 
 class Update:
