@@ -118,9 +118,10 @@ class Settings:
         "[cuda13]) or off. It has run on one GPU only.",
         variable="FUSION_GPU_SELECTION", choices=("auto", "off"))
     dense_route: str = _row(
-        "auto", FUSION, "All-reduce between nodes where no codec selects: ring, doubling (recursive; of buckets up "
-        "to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto (the one that is predicted to be faster).",
-        variable="FUSION_DENSE_ROUTE", shared=True, choices=("auto", "ring", "doubling"))
+        "auto", FUSION, "All-reduce between nodes where no codec selects: ring, halving (its bytes in log2 N "
+        "rounds each way), doubling (recursive; of buckets up to FUSION_CHUNK_BYTES, larger ones go round the ring), "
+        "or auto (the one that is predicted to be the fastest).",
+        variable="FUSION_DENSE_ROUTE", shared=True, choices=("auto", "ring", "halving", "doubling"))
     memory: str = _row(
         "auto", FUSION, "Way of a script's large tensors to its host's daemon: auto (the daemon reads and writes "
         "them in place, if the kernel allows it, which `fusionrun --check-build` says), adopt (as auto, and tensors of "

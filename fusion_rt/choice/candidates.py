@@ -129,7 +129,7 @@ class Space:
             "threads": [1 << n for n in range(8) if 1 << n <= cores],
         }
         values = {name: tuple(sorted({getattr(default, name), *numbers})) for name, numbers in tried.items()}
-        exchanges = (default.exchange,) if keep_order or nodes == 1 else ("auto", "ring", "doubling")
+        exchanges = (default.exchange,) if keep_order or nodes == 1 else ("auto", "ring", "halving", "doubling")
         return cls(default, {**values, "exchange": exchanges})
 
 

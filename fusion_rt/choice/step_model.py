@@ -143,10 +143,13 @@ def _all_reduce(network: Network, nbytes: float, travels: float, route: wire.Rou
     """Returns for how long an all-reduce keeps links busy, and how long it is under way besides."""
     nodes, cost = network.nodes, network.cost
     chunk = cost.chunk_bytes(network.largest_chunk)
-    doubles = route == "doubling" and nbytes <= network.largest_chunk
-    if doubles or (route == "auto" and cost.prefers_doubling(int(nbytes), nodes, chunk)):
+    way = cost.route(int(nbytes), nodes, chunk) if route == "auto" else route
+    if way == "doubling" and nbytes <= network.largest_chunk:
         latencies = cost.doubling(0, nodes)
         return cost.doubling(int(travels), nodes) - latencies, latencies
+    if way == "halving":
+        latencies = cost.halving(0, nodes)
+        return cost.halving(int(travels), nodes) - latencies, latencies
     cost = network.ring or cost
     latencies = cost.ring(0, nodes)
     # The last of several chunks passes through all nodes alone, twice; in half of the hops others are still under way.

@@ -12,6 +12,7 @@ Rules that collectives and algorithms rely on:
   get the same bits.
 * A stateful codec's `encode` changes its state: it is called once for each element and step. `decode` changes nothing.
   So a stateful codec's exchange is not `chunks`, whose `encode` is called more often and has to give the same bytes.
+* With `chunks`, decoded values are encoded without another loss, in whatever pieces: a node passes results on that way.
 * A payload comes from another host. `decode` checks it before it allocates anything, and writes nothing outside `out`.
 """
 

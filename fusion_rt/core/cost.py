@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 _CHUNK_SECONDS = 4.5e-3
 _CHUNK_STEP = 64 * 1024  # bytes
@@ -79,7 +80,19 @@ class CostModel:
         gathered = self.latency + (nodes - 1) * nbytes * self.seconds_per_byte
         return gathered <= 2 * self.latency + 2 * (nodes - 1) / nodes * nbytes * self.seconds_per_byte
 
-    def prefers_doubling(self, nbytes: int, nodes: int, chunk_bytes: int) -> bool:
-        """Returns whether recursive doubling is no slower than a ring; it moves an array as one chunk, at most
-        `chunk_bytes` long."""
-        return nbytes <= chunk_bytes and self.doubling(nbytes, nodes) <= self.ring(nbytes, nodes)
+    def halving(self, nbytes: int, nodes: int) -> float:
+        """Returns the seconds of an all-reduce by halving: 2 ceil(log2 N) rounds that move the bytes of a ring."""
+        rounds = 2 * (nodes - 1).bit_length()
+        return rounds * self.latency + 2 * (nodes - 1) / nodes * nbytes * self.seconds_per_byte
+
+    def route(self, nbytes: int, nodes: int, chunk_bytes: int) -> Literal["ring", "doubling", "halving"]:
+        """Returns the cheapest all-reduce between N >= 2 nodes.
+
+        Recursive doubling moves an array as one chunk, at most `chunk_bytes` long. Halving moves as many bytes as a
+        ring does, in fewer messages, but not between neighbours alone, along the best links, and without pause. So it
+        has to be sooner by a tenth.
+        """
+        ring, halving = self.ring(nbytes, nodes), self.halving(nbytes, nodes)
+        if nbytes <= chunk_bytes and self.doubling(nbytes, nodes) <= min(ring, halving):
+            return "doubling"
+        return "halving" if 1.1 * halving <= ring else "ring"

@@ -11,7 +11,7 @@ from fusion_rt.wire.basics import MAX_GROUPS, Count, Name, Op, Rank, Shape, Text
 TunedBytes = Annotated[int, msgspec.Meta(ge=4096, lt=2**30 + 1)]
 TunedThreads = Annotated[int, msgspec.Meta(ge=1, lt=257)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
-Route = Literal["auto", "ring", "doubling"]
+Route = Literal["auto", "ring", "halving", "doubling"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):

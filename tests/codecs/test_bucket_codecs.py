@@ -58,6 +58,8 @@ def test_what_is_encoded_is_decoded(name: str, dtype: DType, n: int, start: int,
     received = b"x" + bytes(payload)  # a frame may begin at any address
     once = decoded(receiver, memoryview(received)[1:], n, start)
     assert decoded(sender, payload, n, start).tobytes() == once.tobytes(), "the sender has to get the same bits"
+    again = decoded(receiver, bytes(sender.encode(start, once)), n, start)
+    assert again.tobytes() == once.tobytes(), "decoded values that are passed on stay as they are"
     if sender.lossless:
         assert once.tobytes() == before
     again = bytes(sender.encode(start, once))

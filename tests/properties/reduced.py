@@ -14,7 +14,7 @@ from fusion_rt.codecs.factoring import FactoringBucketCodec
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.tensor_rules import joined
-from fusiond.collectives import ranges
+from fusiond.collectives.owned import expected_bounds
 from tests.fusiond.simulation import Array, SimulatedJob
 from tests.reference import codecs as reference
 
@@ -58,7 +58,7 @@ class Reduced:
         op: wire.Op = "average",
         prescale: float = 1.0,
     ) -> None:
-        routes = {"dense_route": route} if route in ("ring", "doubling") else {"sparse_route": route}
+        routes = {"dense_route": route} if route in ("ring", "halving", "doubling") else {"sparse_route": route}
         large = {"fusion_threshold": 1 << 20, "chunk_bytes": 1 << 16, "window_bytes": 1 << 18}
         self.job = SimulatedJob(layout, seed, **large, **routes)
         self._how = wire.Reduction(op, prescale=prescale, codec=codec)
@@ -124,7 +124,7 @@ class Reduced:
     def first_bounds(self, bucket: int) -> tuple[int, ...]:
         """Where the nodes' ranges begin in the first steps, and the end; none where there are none."""
         codec = self.codec(0, bucket)
-        return ranges.expected(codec, len(self.job.nodes)) if isinstance(codec, SummingBucketCodec) else ()
+        return expected_bounds(codec, len(self.job.nodes)) if isinstance(codec, SummingBucketCodec) else ()
 
     def residual(self, node: int, bucket: int) -> Array:
         """What a node remembers of a bucket, with zeros for padding, float32."""

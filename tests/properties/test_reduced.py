@@ -130,8 +130,8 @@ def total(parts: Sequence[Array]) -> Array:
 
 @pytest.mark.parametrize(("text", "rounding"), [("dense", 2.0**-24), ("fp16", 2.0**-11), ("bf16", 2.0**-8)])
 def test_without_memory_a_mean_is_right_to_a_rounding_for_each_hop(text: str, rounding: float) -> None:
-    for seed, route in enumerate(["ring", "doubling"] * len(LAYOUTS)):
-        layout = LAYOUTS[seed // 2]
+    for seed, route in enumerate(["ring", "halving", "doubling"] * len(LAYOUTS)):
+        layout = LAYOUTS[seed // 3]
         job = Reduced(layout, text, seed, route)
         assert encoded_share(job.buckets, text) >= (LEAST_ENCODED if text != "dense" else 0)
         for step in range(3):

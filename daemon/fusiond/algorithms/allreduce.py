@@ -14,6 +14,7 @@ from fusiond.collectives.adasum import Adasum
 from fusiond.collectives.base import Exchange, Reducer, of_partials
 from fusiond.collectives.cost import CostModel
 from fusiond.collectives.doubling import Doubling
+from fusiond.collectives.halving import Halving
 from fusiond.collectives.low_rank import LowRank
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.owned import Gathered, Owned
@@ -23,7 +24,7 @@ _SELECTED_NBYTES = 4  # about the size of a selected value with its index
 
 
 class AllReduce(Algorithm):
-    """Nodes reduce through shared memory, and between them by the cheaper of ring and recursive doubling, or in the
+    """Nodes reduce through shared memory, and between them by the cheapest of three ways for dense values, or in the
     way that suits a codec with error feedback."""
 
     def exchange(self, work: Work) -> Exchange:
@@ -44,21 +45,21 @@ class AllReduce(Algorithm):
 
 
 def _chunks(work: Work) -> Exchange:
-    """The cheaper of ring and recursive doubling, or the one that is wanted. The size of chunks has no say in it, so
+    """The cheapest of ring, halving and recursive doubling, or the wanted one. The size of chunks has no say in it, so
     that tuning that changes no order in which elements are added up."""
     nbytes, most = len(work.sources[0]) * work.reducer.partial.itemsize, work.whole_nbytes or work.port.chunk_bytes
-    doubles = work.route == "doubling" and nbytes <= most
-    if work.route == "auto":
-        doubles = _prefers_doubling(work.cost, nbytes, work.port.nodes, most)
-    if doubles:
+    route = _cheapest(work.cost, nbytes, work.port.nodes, most) if work.route == "auto" else work.route
+    if route == "halving":
+        return Halving(work.port, work.reducer, work.codec, work.sources, work.outputs)
+    if route == "doubling" and nbytes <= most:
         return Doubling(work.port, work.reducer, work.codec, work.sources, work.outputs)
     return Ring(work.port, work.reducer, work.codec, work.sources, work.outputs, work.order)
 
 
 @lru_cache(maxsize=1024)
-def _prefers_doubling(cost: CostModel, nbytes: int, nodes: int, most: int) -> bool:
-    """See `CostModel.prefers_doubling`; the same in each step."""
-    return cost.prefers_doubling(nbytes, nodes, most)
+def _cheapest(cost: CostModel, nbytes: int, nodes: int, most: int) -> str:
+    """See `CostModel.route`; the same in each step."""
+    return cost.route(nbytes, nodes, most)
 
 
 def _owners(work: Work) -> Exchange:

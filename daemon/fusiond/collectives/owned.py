@@ -9,7 +9,7 @@ With k selected values a node sends at most k (N - 1) / N of them in the first s
 the second, so less than 2 k values with their indices however many nodes there are. Source: Li and Hoefler,
 "Near-Optimal Sparse Allreduce for Distributed Deep Learning", 2022 (there: at most 6 k words); unlike there, an owner
 sends its share exactly, instead of the elements above a threshold. Ranges are adapted every 64 steps to where the
-selected values were (`ranges`); the owners say so with their results, in 128 bytes.
+selected values were; the owners say so with their results, in 128 bytes.
 
 A node whose gradient is not finite says so in the tag of its payload, and sends nothing else; owners that hear of it
 say so instead of results. Until its step is known to count, each node can undo it: its gradient stays where it is.
@@ -22,13 +22,14 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import CodecError
 from fusion_rt.codecs.summing import Portion, SummingBucketCodec
-from fusiond.collectives import ranges
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, local_jobs, spoil
 from fusiond.core.contribution import WorkerSelection
 
@@ -36,6 +37,9 @@ _TAG = struct.Struct("<I")  # begins every payload: of the step and the ranges t
 _COUNTS = np.dtype("<u4")
 _ADAPT_EVERY = 64  # steps
 _CONTRIBUTION, _RESULT = 0, 1
+_BINS = 32  # into so many parts of equal length an owner divides its range when it says where the values are
+
+_Masses: TypeAlias = Sequence[tuple[int, int, float]]  # of disjoint ascending ranges: begin, end, mass
 
 
 # A payload whose length the receiver does not know travels as chunks of `port.chunk_bytes`, the last one shorter. A
@@ -162,7 +166,7 @@ class Compressed(Exchange):
         """Sets the ranges, and the tag that tells that two nodes are at the same point, after `contribute`."""
         codec = self._codec
         if len(codec.bounds) != self.port.nodes + 1:
-            codec.bounds = ranges.expected(codec, self.port.nodes)
+            codec.bounds = expected_bounds(codec, self.port.nodes)
         self._tag, self._spoiled_tag = (
             _TAG.pack(zlib.crc32(repr((codec.step, codec.bounds, spoiled)).encode())) for spoiled in (False, True)
         )
@@ -278,7 +282,7 @@ class Owned(Compressed):
             )
         result = chunk.part == _RESULT
         low, high = self._range(position if result else self.port.position)
-        extra = ranges.BINS * _COUNTS.itemsize if result and self._adapting else 0
+        extra = _BINS * _COUNTS.itemsize if result and self._adapting else 0
         assembly = self._complete(position, chunk, payload, self._codec.max_encoded_nbytes(high - low) + extra)
         if assembly is not None:
             take = self._take_result if result else self._take_contribution
@@ -293,7 +297,7 @@ class Owned(Compressed):
         packed = self._opened(position, name, assembly)
         if self._spoiled:
             return
-        extra = ranges.BINS * _COUNTS.itemsize if self._adapting else 0
+        extra = _BINS * _COUNTS.itemsize if self._adapting else 0
         if len(packed) < extra:
             raise CodecError(f"node {position} did not say where the values of its range are")
         portion = self._codec.unpack(packed[extra:], *self._range(position))
@@ -318,7 +322,7 @@ class Owned(Compressed):
         said = payload = b""
         if not self._spoiled:
             if self._adapting:
-                self._counts[here] = codec.counts(self._total, ranges.bins(low, high))
+                self._counts[here] = codec.counts(self._total, _bins(low, high))
                 said = np.array(self._counts[here], _COUNTS).tobytes()
             kept = codec.conclude(self._total, self.port.nodes)
             self._revoke = partial(codec.revoke, self._total, kept)
@@ -337,7 +341,7 @@ class Owned(Compressed):
             self.port.work(self._nbytes, self._write_own, self._go_on)
         elif self._has_sent and sum(part == _RESULT for part, _ in self._received) == nodes - 1:
             if self._adapting and not self._spoiled:
-                self._codec.bounds = ranges.adapted(self._codec, [self._counts[node] for node in range(nodes)])
+                self._codec.bounds = _adapted_bounds(self._codec, [self._counts[node] for node in range(nodes)])
             self._finish()
 
     def _write_own(self) -> None:
@@ -392,3 +396,54 @@ class Gathered(Compressed):
             for position in range(1, self.port.nodes):
                 total = self._codec.add(total, self._portions.pop(position))
             self._write(total)
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+# All nodes come to the same ranges without a message about them: they follow from the codec, and from what the owners
+# say with their results.
+
+
+def expected_bounds(codec: SummingBucketCodec, nodes: int) -> tuple[int, ...]:
+    """Returns N + 1 bounds of ranges for the first steps."""
+    return _divided(codec, nodes, [[(low, high, (high - low) * weight) for low, high, weight in codec.weights()]])
+
+
+def _adapted_bounds(codec: SummingBucketCodec, counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Returns N + 1 bounds of ranges that would have had the same number of values.
+
+    Args:
+        counts: the number of selected values in each bin of the range that each node owns, by `codec.bounds`. Within a
+            bin they are taken to be spread evenly.
+    """
+    edges = [edge for low, high in pairwise(codec.bounds) for edge in pairwise(_bins(low, high))]
+    found = [count for owner in counts for count in owner]
+    selected = [(low, high, count) for (low, high), count in zip(edges, found, strict=True)]
+    return _divided(codec, len(counts), [selected, [(low, high, high - low) for low, high in codec.always]])
+
+
+def _bins(low: int, high: int) -> list[int]:
+    """Returns the _BINS + 1 edges of the bins of a range."""
+    return [low + (high - low) * i // _BINS for i in range(_BINS + 1)]
+
+
+def _divided(codec: SummingBucketCodec, nodes: int, masses: Sequence[_Masses]) -> tuple[int, ...]:
+    """Returns bounds between which there is the same mass."""
+    elements, step = codec.layout.elements, codec.alignment
+    # Not `np.unique`, which imports masked arrays at its first use.
+    edges = np.array(sorted({0, elements, *(edge for part in masses for low, high, _ in part for edge in (low, high))}))
+    total = sum((_cumulative(part, edges) for part in masses), np.zeros(len(edges)))
+    if total[-1] == 0:
+        total = edges.astype(np.float64)
+    inner = np.interp(total[-1] * np.arange(1, nodes) / nodes, total, edges)
+    return (0, *(int(bound) // step * step for bound in inner), elements)
+
+
+def _cumulative(masses: _Masses, at: Array) -> Array:
+    """Returns the mass before each of these elements."""
+    if not masses:
+        return np.zeros(len(at))
+    edges = [edge for low, high, _ in masses for edge in (low, high)]
+    heights: Array = np.interp(at, edges, np.cumsum([mass for *_, mass in masses for mass in (0, mass)]))
+    return heights

@@ -1,7 +1,8 @@
-"""The three all-reduces, with any number of nodes and workers, sizes, ops and dtypes, against numpy."""
+"""The all-reduces, with any number of nodes and workers, sizes, ops and dtypes, against numpy."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -16,15 +17,19 @@ from fusion_rt.codecs import CodecError, Layout
 from fusion_rt.core.dtypes import DTYPES
 from fusiond.buckets.recipes import reducer_of
 from fusiond.collectives.base import Exchange, ExchangeError
+from fusiond.collectives.cost import CostModel
 from fusiond.collectives.doubling import Doubling
+from fusiond.collectives.halving import Halving
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.ring import Ring
 from tests.for_each import for_each
-from tests.fusiond.collectives.group import Array, Group, GroupPort, combined, loaded, small_values, stored
+from tests.fusiond.collectives.group import Array, Group, GroupPort, Message, combined, loaded, small_values, stored
 
 OPS = ("sum", "average", "min", "max", "product")
 DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
-KINDS = [(Ring, n) for n in range(2, 8)] + [(Doubling, n) for n in range(2, 8)] + [(OneNode, 1)]
+IN_CHUNKS = (Ring, Halving)  # of any size; doubling's array is one chunk
+NODES = {Ring: range(2, 8), Doubling: range(2, 8), Halving: range(2, 18)}
+KINDS = [(kind, n) for kind, counts in NODES.items() for n in counts] + [(OneNode, 1)]
 kinds = for_each(("kind", "nodes"), KINDS)
 between_nodes = for_each(("kind", "nodes"), KINDS[:-1])
 
@@ -78,6 +83,8 @@ def parts_of(nodes: int, count: int, op: str, dtype: str, workers: int = 1, seed
 
 def sizes(nodes: int) -> list[int]:
     """None, fewer elements than nodes, as many, and several chunks of which the last is not full."""
+    if nodes > 7:
+        return [nodes - 1, 1009]
     return sorted({0, 1, nodes - 1, nodes, 97, 1009})
 
 
@@ -87,8 +94,8 @@ def test_every_size_and_op_gives_what_numpy_gives(kind: Callable[..., Exchange],
     for count, op in product(sizes(nodes), OPS):
         if dtype == "bool" and op == "average":
             continue
-        parts = parts_of(nodes, count, op, dtype, workers=3)
-        chunk_bytes = 256 if kind is Ring else 1 << 20
+        parts = parts_of(nodes, count, op, dtype, workers=3 if nodes < 8 else 1)
+        chunk_bytes = 256 if kind in IN_CHUNKS else 1 << 20
         result = AllReduce(kind, parts, dtype, op, seed=count, chunk_bytes=chunk_bytes).run()
         everyone = [part for node in parts for part in node]
         what, divisor = ("sum", len(everyone)) if op == "average" else (op, 1)
@@ -154,7 +161,7 @@ def test_an_average_of_integers_does_not_overflow_and_is_truncated_toward_zero(
             part[:2] = limits.max, limits.min
     everyone = np.array([part for node in parts for part in node], np.int64)
     expected = np.trunc(everyone.sum(axis=0) / len(everyone)).astype(dtype)
-    chunk_bytes = 64 if kind is Ring else 1 << 20
+    chunk_bytes = 64 if kind in IN_CHUNKS else 1 << 20
     found = AllReduce(kind, parts, dtype, "average", seed=nodes, chunk_bytes=chunk_bytes).run()
     np.testing.assert_array_equal(np.frombuffer(found, dtype), expected)
     wrapped = AllReduce(kind, parts, dtype, "sum", seed=nodes, chunk_bytes=chunk_bytes).run()
@@ -169,7 +176,7 @@ def test_bits_are_equal_on_all_ranks_whatever_the_order_of_delivery(
     choose = np.random.default_rng(nodes)
     workers = [1 + node % 2 for node in range(nodes)]
     parts = [[choose.standard_normal(517, np.float32) for _ in range(workers[node])] for node in range(nodes)]
-    chunk_bytes = 256 if kind is Ring else 1 << 20
+    chunk_bytes = 256 if kind in IN_CHUNKS else 1 << 20
     results = {
         AllReduce(kind, parts, op="average", codec=codec, seed=s, chunk_bytes=chunk_bytes).run() for s in range(8)
     }
@@ -182,7 +189,7 @@ def test_bits_are_equal_on_all_ranks_whatever_the_order_of_delivery(
 @kinds
 def test_parts_are_scaled_before_and_the_result_after(kind: Callable[..., Exchange], nodes: int) -> None:
     parts = parts_of(nodes, 97, "sum", "float32", workers=2)
-    chunk_bytes = 256 if kind is Ring else 1 << 20
+    chunk_bytes = 256 if kind in IN_CHUNKS else 1 << 20
     result = AllReduce(kind, parts, prescale=0.5, postscale=4.0, chunk_bytes=chunk_bytes).run()
     expected = 4 * sum(0.5 * part for node in parts for part in node)
     np.testing.assert_array_equal(np.frombuffer(result, np.float32), expected)
@@ -199,6 +206,78 @@ def test_a_ring_moves_the_least_bytes_there_are(nodes: int) -> None:
     assert half.group.sent_bytes == [2 * 2 * count * (nodes - 1) // nodes] * nodes
 
 
+@for_each("nodes", [*range(2, 18), 33])
+def test_halving_moves_the_least_bytes_there_are_in_two_messages_a_round(nodes: int) -> None:
+    """Blocks of a round lie next to each other, but for one round at most on the way out and one on the way back."""
+    count = nodes * 100
+    reduction = AllReduce(Halving, parts_of(nodes, count, "sum", "float32"), chunk_bytes=1 << 20)
+    reduction.run()
+    assert reduction.group.sent_bytes == [2 * 4 * count * (nodes - 1) // nodes] * nodes
+    rounds = (nodes - 1).bit_length()
+    assert max(len(targets) for targets in reduction.group.sent_to) <= 4 * rounds
+    assert max(len(set(targets)) for targets in reduction.group.sent_to) <= 2 * rounds
+
+
+class Timed(Group):
+    """A group whose messages take time: `link.latency`, after those of the same sender before have left it."""
+
+    def __init__(self, nodes: int, make: Callable[[GroupPort], Exchange], link: CostModel, chunk_bytes: int) -> None:
+        super().__init__(nodes, make, chunk_bytes=chunk_bytes)
+        self.now = 0.0
+        self._link, self._free = link, [0.0] * nodes
+        self._arriving: list[tuple[float, int, Message]] = []
+
+    def elapse(self) -> float:
+        """Runs it to the end, and returns the seconds."""
+        while self._to_start:
+            self._start(self._to_start.pop())
+        number = 0
+        while self.under_way or self._arriving:
+            for message in self.under_way:
+                left = max(self.now, self._free[message[0]]) + len(message[3]) * self._link.seconds_per_byte
+                self._free[message[0]] = left
+                heapq.heappush(self._arriving, (left + self._link.latency, number := number + 1, message))
+            self.under_way.clear()
+            self.now, _, message = heapq.heappop(self._arriving)
+            self.exchanges[message[1]].receive(message[0], message[2], memoryview(bytes(message[3])))
+        assert [port.finished for port in self.ports] == [1] * self.nodes
+        return self.now
+
+
+def seconds_of(kind: Callable[..., Exchange], nodes: int, nbytes: int, link: CostModel, smaller: int = 1) -> float:
+    """The seconds of an all-reduce; arrays and chunks are smaller, and links slower, by a factor."""
+    values = [np.ones(nbytes // 4 // smaller, np.float32) for _ in range(nodes)]
+    reducer = reducer_of(wire.Reduction("sum"), DTYPES["float32"], nodes, 1)
+    layout = Layout(DTYPES["float32"], len(values[0]))
+
+    def make(port: GroupPort) -> Exchange:
+        mine = [values[port.position]]
+        return kind(port, reducer, codecs.parse("dense").open(layout), mine, mine)
+
+    slower = CostModel(link.latency, link.seconds_per_byte * smaller)
+    found = Timed(nodes, make, slower, (1 << 20) // smaller).elapse()
+    assert all((value == nodes).all() for value in values)
+    return found
+
+
+def test_halving_of_16_mib_takes_256_hosts_30_ms_and_a_tenth_more_than_the_model_says_at_most() -> None:
+    link = CostModel(100e-6, 0.8e-9)  # 10 Gbit/s
+    found = seconds_of(Halving, 256, 16 << 20, link, smaller=256)
+    assert link.halving(16 << 20, 256) == pytest.approx(found, rel=0.1)
+    assert found <= 30e-3
+    assert link.ring(16 << 20, 256) > 75e-3
+
+
+@for_each("nodes", [4, 8, 12])
+def test_the_cheapest_way_is_the_soonest(nodes: int) -> None:
+    link = CostModel(100e-6, 0.8e-9)
+    for nbytes in (4096, 1 << 18, 1 << 20, 1 << 24):
+        chosen = link.route(nbytes, nodes, 1 << 20)
+        kinds = {"ring": Ring, "halving": Halving} | ({"doubling": Doubling} if nbytes <= 1 << 20 else {})
+        found = {way: seconds_of(kind, nodes, nbytes, link, 16) for way, kind in kinds.items()}
+        assert found[chosen] <= 1.12 * min(found.values()), (nbytes, found)
+
+
 @for_each(("nodes", "messages"), [(2, 2), (3, 4), (4, 8), (5, 10), (7, 14), (8, 24)])
 def test_doubling_sends_a_message_in_each_round(nodes: int, messages: int) -> None:
     reduction = AllReduce(Doubling, parts_of(nodes, 5, "sum", "float32"))
@@ -207,15 +286,15 @@ def test_doubling_sends_a_message_in_each_round(nodes: int, messages: int) -> No
 
 
 @given(
-    nodes=st.integers(2, 5),
+    nodes=st.integers(2, 9),
     count=st.integers(0, 300),
     chunk=st.integers(1, 100),
     seed=st.integers(0, 99),
-    kind=st.sampled_from([Ring, Doubling]),
+    kind=st.sampled_from([Ring, Doubling, Halving]),
 )
 def test_any_size_and_chunk(nodes: int, count: int, chunk: int, seed: int, kind: Callable[..., Exchange]) -> None:
     parts = parts_of(nodes, count, "sum", "int32", workers=2, seed=seed)
-    chunk_bytes = 4 * chunk if kind is Ring else 1 << 20
+    chunk_bytes = 4 * chunk if kind in IN_CHUNKS else 1 << 20
     result = AllReduce(kind, parts, "int32", seed=seed, chunk_bytes=chunk_bytes).run()
     expected = combined("sum", "int32", [part for node in parts for part in node])
     np.testing.assert_array_equal(np.frombuffer(result, np.int32), expected)
@@ -224,14 +303,16 @@ def test_any_size_and_chunk(nodes: int, count: int, chunk: int, seed: int, kind:
 # --- peers that send what they should not -----------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[Ring, Doubling], ids=["Ring", "Doubling"])
+@pytest.fixture(params=[Ring, Doubling, Halving], ids=["Ring", "Doubling", "Halving"])
 def kind(request: pytest.FixtureRequest) -> Callable[..., Exchange]:
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7])
 def test_a_chunk_that_comes_twice_is_refused(kind: Callable[..., Exchange], nodes: int) -> None:
-    reduction = AllReduce(kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind is Ring else 1 << 20)
+    reduction = AllReduce(
+        kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind in IN_CHUNKS else 1 << 20
+    )
     result = reduction.run()
     for source, target, chunk, payload in list(reduction.group.delivered):
         with pytest.raises(ExchangeError):
@@ -241,7 +322,9 @@ def test_a_chunk_that_comes_twice_is_refused(kind: Callable[..., Exchange], node
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7])
 def test_every_chunk_comes_twice_at_once(kind: Callable[..., Exchange], nodes: int) -> None:
-    reduction = AllReduce(kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind is Ring else 1 << 20)
+    reduction = AllReduce(
+        kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind in IN_CHUNKS else 1 << 20
+    )
     group, refused = reduction.group, 0
     while group.step():
         if group.delivered:
@@ -271,7 +354,9 @@ def changed_fields(nodes: int) -> list[dict[str, int]]:
 def test_a_chunk_that_has_no_place_is_refused_and_changes_nothing(kind: Callable[..., Exchange], nodes: int) -> None:
     from msgspec.structs import replace
 
-    reduction = AllReduce(kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind is Ring else 1 << 20)
+    reduction = AllReduce(
+        kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind in IN_CHUNKS else 1 << 20
+    )
     group = reduction.group
     tried = 0
     while group.step():

@@ -1,4 +1,4 @@
-"""The cost model: what it says about the two all-reduces, and how it is measured."""
+"""The cost model: which all-reduce is the cheapest, and how links are measured."""
 
 from __future__ import annotations
 
@@ -19,17 +19,28 @@ def test_doubling_takes_log_rounds_and_two_more_to_fold(nodes: int, rounds: int)
     assert LINK.doubling(1000, nodes) == pytest.approx(rounds * (100e-6 + 1000e-9))
 
 
-@for_each("nodes", [2, 3, 4, 5, 8])
-def test_small_arrays_double_and_large_ones_go_round(nodes: int) -> None:
+@for_each(("nodes", "rounds"), [(2, 2), (3, 4), (4, 4), (5, 6), (8, 6), (9, 8), (256, 16)])
+def test_halving_takes_log_rounds_twice_and_the_bytes_of_a_ring(nodes: int, rounds: int) -> None:
+    assert LINK.halving(0, nodes) == pytest.approx(rounds * 100e-6)
+    moved = LINK.ring(10**6, nodes) - LINK.ring(0, nodes)
+    assert LINK.halving(10**6, nodes) - LINK.halving(0, nodes) == pytest.approx(moved)
+
+
+@for_each("nodes", [2, 3, 4, 5, 8, 256])
+def test_small_arrays_double_middle_ones_halve_and_large_ones_go_round(nodes: int) -> None:
     chunk = 1 << 30
-    assert LINK.prefers_doubling(4, nodes, chunk)
-    # With two nodes both move the same bytes, and the ring needs a second message.
-    assert LINK.prefers_doubling(100_000_000, nodes, chunk) == (nodes == 2)
+    # With two nodes doubling moves as many bytes, in one message less.
+    assert LINK.route(4, nodes, chunk) == "doubling"
+    assert LINK.route(10**9, nodes, chunk) == ("doubling" if nodes == 2 else "ring")
+    found = [LINK.route(2**power, nodes, chunk) for power in range(2, 31)]
+    ways = ["doubling", "halving", "ring"] if nodes > 3 else ["doubling", "ring"][: nodes - 1]
+    assert list(dict.fromkeys(found)) == ways, "each has one range of sizes"
 
 
 def test_an_array_that_is_more_than_a_chunk_never_doubles() -> None:
-    assert LINK.prefers_doubling(4096, 2, 4096)
-    assert not LINK.prefers_doubling(4097, 2, 4096)
+    assert LINK.route(4096, 2, 4096) == "doubling"
+    assert LINK.route(4097, 2, 4096) == "ring"
+    assert LINK.route(4097, 64, 4096) == "halving"
 
 
 def test_a_link_is_measured_by_the_difference_of_two_round_trips() -> None:
@@ -49,14 +60,14 @@ def test_the_worst_link_counts() -> None:
 SIZES = [4 * 2**power // 3 for power in range(24)]
 
 
-def ways(link: CostModel, chunk: int) -> list[bool]:
+def ways(link: CostModel, chunk: int) -> list[object]:
     """Returns which way arrays of every size go between 2 to 8 nodes."""
     whole = link.chunk_bytes(chunk)
     return [
         way
         for nodes in range(2, 9)
         for nbytes in SIZES
-        for way in (link.prefers_doubling(nbytes, nodes, whole), link.prefers_gathering(nbytes, nodes))
+        for way in (link.route(nbytes, nodes, whole), link.prefers_gathering(nbytes, nodes))
     ]
 
 

@@ -15,9 +15,8 @@ from fusion_rt import codecs
 from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.codecs.selecting import SelectingBucketCodec
 from fusion_rt.core.dtypes import DTYPES
-from fusiond.collectives import ranges
 from fusiond.collectives.base import ExchangeError, Reducer
-from fusiond.collectives.owned import Compressed, Gathered, Owned
+from fusiond.collectives.owned import Compressed, Gathered, Owned, expected_bounds
 from tests.for_each import for_each
 from tests.fusiond.collectives.group import Array, Group, GroupPort
 
@@ -189,7 +188,7 @@ def test_the_owners_send_the_largest_of_the_sum(nodes: int) -> None:
         sums = sums + out
     k = job.codecs[0]
     result = job.step(values)
-    bounds = ranges.expected(k, nodes)
+    bounds = expected_bounds(k, nodes)
     always = np.zeros(ELEMENTS, bool)
     for low, high in k.always:
         always[low:high] = True

@@ -63,7 +63,7 @@ def test_memory_does_not_grow_with_the_number_of_signatures(monkeypatch: pytest.
         for elements in range(first, last):
             sum_up(job, elements, elements)
         job.urgencies.clear()
-        for cache in (wire.digest, allreduce._prefers_doubling):  # bounded themselves, and not full yet
+        for cache in (wire.digest, allreduce._cheapest):  # bounded themselves, and not full yet
             cache.cache_clear()
         gc.collect()
         return tracemalloc.get_traced_memory()[0]

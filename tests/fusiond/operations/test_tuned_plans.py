@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from fusion_rt import wire
 from fusion_rt.core.errors import WireError
 from fusiond.collectives.doubling import Doubling
+from fusiond.collectives.halving import Halving
 from fusiond.collectives.ring import Ring
 from fusiond.control.planning import make_plan
 from fusiond.operations import operation as running
@@ -40,7 +41,7 @@ class Seen:
                 seen.chunks.append(arguments[4])
                 seen.windows.append(arguments[5])
 
-        def note(kind: type[Ring] | type[Doubling]) -> None:
+        def note(kind: type[Ring] | type[Halving] | type[Doubling]) -> None:
             jobs = kind.jobs
 
             def noted(self: Any, threads: int) -> Any:
@@ -55,6 +56,7 @@ class Seen:
         monkeypatch.setattr(thread_work, "INLINE_WORK", 0)
         note(Ring)
         note(Doubling)
+        note(Halving)
 
 
 def reduced(job: SimulatedJob, tuning: wire.Tuning | None, clock: int = 0) -> list[Array]:
@@ -113,6 +115,8 @@ def test_it_is_obeyed_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.kinds == {Ring}
     reduced(job, wire.Tuning(threshold=10**6, exchange="doubling"), 1)
     assert seen.kinds == {Ring, Doubling}
+    reduced(job, wire.Tuning(threshold=10**6, exchange="halving"), 2)
+    assert seen.kinds == {Ring, Doubling, Halving}
 
 
 def test_no_message_is_longer_than_the_settings_allow(monkeypatch: pytest.MonkeyPatch) -> None:
