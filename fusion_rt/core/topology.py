@@ -8,6 +8,7 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import msgspec
 
@@ -16,7 +17,7 @@ from fusion_rt.core.errors import FusionError, SettingError
 GLOBAL_SET = 0  # id of the process set that holds every rank
 
 
-class Topology(msgspec.Struct, frozen=True):
+class Topology(msgspec.Struct, frozen=True, dict=True):
     """The nodes of a job and the ranks of their workers.
 
     Attributes:
@@ -33,10 +34,14 @@ class Topology(msgspec.Struct, frozen=True):
             raise ValueError(f"hosts {self.hosts} and ranks {self.ranks} are not a topology: one tuple of ranks "
                              "per host and every rank from 0 exactly once are needed")  # fmt: skip
 
-    @property
+    @cached_property
+    def _nodes_of_ranks(self) -> dict[int, int]:
+        return {rank: node for node, ranks in enumerate(self.ranks) for rank in ranks}
+
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
-        return sum(len(node) for node in self.ranks)
+        return len(self._nodes_of_ranks)
 
     def node_of(self, rank: int) -> int:
         """Returns the index of the node on which `rank` runs.
@@ -44,10 +49,10 @@ class Topology(msgspec.Struct, frozen=True):
         Raises:
             FusionError: there is no such rank.
         """
-        for node, ranks in enumerate(self.ranks):
-            if rank in ranks:
-                return node
-        raise FusionError(f"there is no rank {rank} in a job of {self.size} ranks")
+        node = self._nodes_of_ranks.get(rank)
+        if node is None:
+            raise FusionError(f"there is no rank {rank} in a job of {self.size} ranks")
+        return node
 
     def local_rank(self, rank: int) -> int:
         return self.ranks[self.node_of(rank)].index(rank)
@@ -102,19 +107,26 @@ class Topology(msgspec.Struct, frozen=True):
         return tuple(node for node, host in enumerate(self.hosts) if host in names)
 
 
-class ProcessSet(msgspec.Struct, frozen=True):
+class ProcessSet(msgspec.Struct, frozen=True, dict=True):
     """A named subset of the ranks, in rank order, within which a collective runs."""
 
     id: int
     ranks: tuple[int, ...]
 
+    @cached_property
+    def _members(self) -> frozenset[int]:
+        return frozenset(self.ranks)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._members
+
     def nodes(self, topology: Topology) -> tuple[int, ...]:
         """Returns the indices of the nodes that have a member, ascending."""
-        return tuple(n for n, ranks in enumerate(topology.ranks) if any(r in self.ranks for r in ranks))
+        return tuple(n for n, ranks in enumerate(topology.ranks) if not self._members.isdisjoint(ranks))
 
     def local(self, topology: Topology, node: int) -> tuple[int, ...]:
         """Returns the members on one node, in order of local_rank."""
-        return tuple(rank for rank in topology.ranks[node] if rank in self.ranks)
+        return tuple(rank for rank in topology.ranks[node] if rank in self._members)
 
 
 def _spans(numbers: list[int]) -> str:

@@ -65,7 +65,7 @@ from fusion_rt.wire.coding import (
     encode,
     peer_schema,
 )
-from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
+from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanRequestAlike, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceKind, PieceTaken
 from fusion_rt.wire.figures import Figures, FiguresRequest, LinkFigures, RankFigures
 from fusion_rt.wire.inquiries import (
@@ -291,6 +291,7 @@ __all__ = [
     "Place",
     "Plan",
     "PlanRequest",
+    "PlanRequestAlike",
     "PlanVerdict",
     "Planned",
     "PlannedTensor",

@@ -18,7 +18,7 @@ from fusion_rt.wire.between_ranks import (
     MessageSent,
     MessagesTaken,
 )
-from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
+from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanRequestAlike, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceTaken
 from fusion_rt.wire.figures import Figures, FiguresRequest
 from fusion_rt.wire.inquiries import Locate, Located, WaitingHere, WaitingRequest
@@ -60,8 +60,8 @@ from fusion_rt.wire.views import (
 
 PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | LinkTimes | Up
-    | NewEpoch | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
-    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied
+    | NewEpoch | Start | Request | Verdict | PlanRequest | PlanRequestAlike | PlanVerdict | Mismatch | Locate | Located
+    | WaitingRequest | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied
     | SnapshotsHeld | SnapshotOrder | Began | Chunk | Credit | Held | CaughtUp | Piece | PieceTaken
     | RingsRequest | Rings | RingPieceRequest | RingPiece | RelayOpened | Relayed
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit

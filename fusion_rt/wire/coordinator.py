@@ -42,6 +42,16 @@ class PlanRequest(msgspec.Struct, tag="plan_request", array_like=True):
     proposal: Proposal
 
 
+class PlanRequestAlike(msgspec.Struct, tag="plan_request_alike", array_like=True):
+    """To the coordinator: a rank proposes the same plan as `like`, another rank of its node, has before."""
+
+    rank: Rank
+    process_set: Count
+    group: Name
+    clock: Count
+    like: Rank
+
+
 class PlanVerdict(msgspec.Struct, tag="plan_verdict", array_like=True):
     """From the coordinator: the plan of a group, or why its proposals do not fit together."""
 

@@ -96,7 +96,7 @@ class NewView(msgspec.Struct, tag="new_view", array_like=True):
 
 
 class MadePlan(msgspec.Struct, frozen=True, array_like=True):
-    """An active plan: the clock at which it was proposed, and the proposals of local ranks."""
+    """An active plan: the clock at which it was proposed, and the proposal of the lowest local rank, if one has."""
 
     clock: Count
     plan: Plan

@@ -68,7 +68,7 @@ class Coordination:
 
     def handlers(self) -> Handlers:
         """Returns the handlers of the nodes' messages to their coordinator."""
-        to_coordinator = (wire.Request, wire.Mismatch, wire.PlanRequest)
+        to_coordinator = (wire.Request, wire.Mismatch, wire.PlanRequest, wire.PlanRequestAlike)
         return {**dict.fromkeys(to_coordinator, self.handle), wire.Handover: self.handed_over}
 
     def view_begins(self, view: wire.View, coordinator: int, handover: wire.Handover) -> None:

@@ -13,7 +13,7 @@ nodes; it is asked
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from fusion_rt import algorithms, wire
@@ -62,6 +62,66 @@ class Approved:
 
 
 @dataclass
+class _Pending:
+    """An operation that nodes have asked about and not been told.
+
+    Attributes:
+        requests: by node.
+        signature: of the first rank of which a node has asked; `agreed`: its process set and digest.
+        differ: another rank has submitted something else.
+        missing: nodes that have to ask and have not.
+    """
+
+    signature: wire.Signature
+    agreed: tuple[int, int]
+    missing: set[int]
+    requests: dict[int, wire.Request] = field(default_factory=dict)
+    differ: bool = False
+
+    def add(self, node: int, request: wire.Request) -> None:
+        """Takes in a node's request."""
+        self.requests[node] = request
+        self.missing.discard(node)
+        for signature in request.signatures.values():
+            if signature != self.signature and wire.digest(signature) != self.agreed[1]:
+                self.differ = True
+
+
+@dataclass
+class _Proposed:
+    """Proposals of one plan.
+
+    Attributes:
+        kinds: by digest, one of each kind: the lowest rank that has made it, and the proposal.
+        ranks: the digest of each rank's.
+        missing: ranks that have to propose and have not.
+    """
+
+    missing: set[int]
+    kinds: dict[bytes, tuple[int, wire.Proposal]] = field(default_factory=dict)
+    ranks: dict[int, bytes] = field(default_factory=dict)
+
+    def add(self, rank: int, proposal: wire.Proposal) -> None:
+        """Takes in a rank's proposal; a copy of one that is here is not kept."""
+        kind = self.ranks[rank] = planning.kind_of(proposal)
+        if kind not in self.kinds or rank < self.kinds[kind][0]:
+            self.kinds[kind] = rank, proposal
+        self.missing.discard(rank)
+
+    def add_alike(self, rank: int, like: int) -> None:
+        """Takes in that a rank proposes what another one has."""
+        kind = self.ranks[rank] = self.ranks[like]
+        lowest, proposal = self.kinds[kind]
+        self.kinds[kind] = min(lowest, rank), proposal
+        self.missing.discard(rank)
+
+    @property
+    def different(self) -> dict[int, wire.Proposal]:
+        """One proposal of each kind, by rank; the lowest of all ranks is among them."""
+        return dict(self.kinds.values())
+
+
+@dataclass
 class _Made:
     """The active plan of a group: its first rank's proposal, and the ranks that have it."""
 
@@ -105,11 +165,12 @@ class Coordinator:
         self._topology = participants.topology
         self._settings = settings
         self._approved = Approved()
-        self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # questions of nodes without an answer yet
+        self._pending: dict[OpKey, _Pending] = {}
+        self._alike: dict[tuple[int, int], set[OpKey]] = {}  # the keys of those with equal signatures
         self._inquiries = Inquiries(participants, settings, questions, self)
         self._nodes = nodes
         self.warn = nodes.warn
-        self._plans: dict[PlanKey, dict[int, wire.Proposal]] = {}  # proposals, by rank
+        self._plans: dict[PlanKey, _Proposed] = {}
         self._made: dict[tuple[int, str], _Made] = {}
         self._misnamed: dict[tuple[int, str], str] = {}  # why there are no plans of a group
         self._next_plan = 1
@@ -138,6 +199,8 @@ class Coordinator:
         """Returns the messages to send after a node's message; None when no node of this job would send it."""
         if isinstance(message, wire.PlanRequest):
             process_set, ranks = message.proposal.process_set, {message.rank}
+        elif isinstance(message, wire.PlanRequestAlike):
+            process_set, ranks = message.process_set, {message.rank, message.like}
         elif isinstance(message, wire.Request):
             process_set, ranks = message.key.process_set, set(message.signatures)
         elif isinstance(message, wire.Mismatch):
@@ -151,8 +214,11 @@ class Coordinator:
         if not ranks <= local:
             return None
         if isinstance(message, wire.Request):
-            complete = ranks.issuperset(local.intersection(self._participants.awaited(members)))
+            away = self._participants.away(members)
+            complete = all(rank in ranks or rank in away or rank in self._participants.lost for rank in local)
             return self.request(node, message) if ranks and complete else None
+        if isinstance(message, wire.PlanRequestAlike):
+            return self.plan_request_alike(message)
         return self.mismatch(message) if isinstance(message, wire.Mismatch) else self.plan_request(message)
 
     def request(self, node: int, request: wire.Request) -> Outgoing:
@@ -167,11 +233,16 @@ class Coordinator:
         for other in wire.in_its_place(key):
             if other in self._pending:
                 return self._refuse_order(other, key, request)
-        self._pending.setdefault(key, {})[node] = request
+        pending = self._pending.get(key)
+        if pending is None:
+            agreed = key.process_set, wire.digest(signature)
+            pending = self._pending[key] = _Pending(signature, agreed, self._nodes_of(key, signature.kind))
+            self._alike.setdefault(agreed, set()).add(key)
+        pending.add(node, request)
         refusal = self._refused_after_join(key)
         if refusal:
             return refusal
-        if any(wire.digest(s) != wire.digest(signature) for s in self._submitted(key).values()):
+        if pending.differ:
             self._inquiries.inquire(("operation", key))
             return []
         return self._decide(key)
@@ -194,7 +265,10 @@ class Coordinator:
     def submitted(self, subject: Subject) -> Mapping[int, wire.Signature | None]:
         """See `Inquirer`."""
         kind, key = subject
-        return self._submitted(key) if kind == "operation" else dict.fromkeys(self._plans.get(_plan_key(key), ()))
+        if kind == "operation":
+            return self._submitted(key)
+        proposed = self._plans.get(_plan_key(key))
+        return {} if proposed is None else dict.fromkeys(proposed.ranks)
 
     def conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
         """An inquiry is over: its subject fails, or goes on if nothing is wrong."""
@@ -211,11 +285,22 @@ class Coordinator:
     def joined(self) -> Outgoing:
         """A rank has joined: operations that wait for it go on without it, or fail."""
         out: Outgoing = []
-        for key in list(self._pending):
+        for key, pending in list(self._pending.items()):
+            pending.missing &= self._nodes_of(key, pending.signature.kind)
             out += self._refused_after_join(key) or self._decide(key)
-        for plan_key in list(self._plans):
-            out += self._decide_plan(plan_key)
+        for plan_key, proposed in list(self._plans.items()):
+            proposed.missing &= self._ranks_of(plan_key)
+            out += self._refused_algorithm(plan_key) or self._decide_plan(plan_key)
         return out
+
+    def _nodes_of(self, key: OpKey, kind: wire.Kind) -> set[int]:
+        """Returns the nodes that have to ask about an operation."""
+        members = self._participants.members(key.process_set)
+        return set(members.nodes if kind == "join" else self._participants.awaited_nodes(members))
+
+    def _ranks_of(self, plan_key: PlanKey) -> set[int]:
+        """Returns the ranks that have to propose a plan."""
+        return set(self._participants.awaited(self._participants.members(plan_key[0])))
 
     def plan_request(self, request: wire.PlanRequest) -> Outgoing:
         """One rank proposes a plan."""
@@ -230,15 +315,31 @@ class Coordinator:
             return [(self._topology.node_of(request.rank), verdict)]
         if why := self._misnamed.get(plan_key[:2]):
             return [(self._topology.node_of(request.rank), wire.PlanVerdict(*plan_key, None, why))]
-        self._plans.setdefault(plan_key, {})[request.rank] = proposal
-        return self._refused_order(plan_key, request) or self._decide_plan(plan_key)
+        proposed = self._plans.get(plan_key)
+        is_first = proposed is None
+        if proposed is None:
+            proposed = self._plans[plan_key] = _Proposed(self._ranks_of(plan_key))
+        kinds = len(proposed.kinds)
+        proposed.add(request.rank, proposal)
+        refused = self._refused_order(plan_key, request) if len(proposed.kinds) > kinds else []
+        return refused or (self._refused_algorithm(plan_key) if is_first else []) or self._decide_plan(plan_key)
+
+    def plan_request_alike(self, request: wire.PlanRequestAlike) -> Outgoing:
+        """A rank proposes what another one of its node has proposed before."""
+        plan_key = (request.process_set, request.group, request.clock)
+        proposed = self._plans.get(plan_key)
+        if proposed is None or request.like not in proposed.ranks:  # it has been decided, and the node is told
+            return []
+        proposed.add_alike(request.rank, request.like)
+        return self._decide_plan(plan_key)
 
     def _refused_order(self, plan_key: PlanKey, request: wire.PlanRequest) -> Outgoing:
         """Refuses the plans of two groups if one rank has made the same optimizer for one of them, and another rank for
         the other: with optimizers in different orders, each would wait for the other."""
         proposal = request.proposal
-        for other, proposals in list(self._plans.items()):
-            for rank, theirs in proposals.items() if other[0] == plan_key[0] and other[1] != plan_key[1] else ():
+        for other, proposed in list(self._plans.items()):
+            alike = proposed.different if other[0] == plan_key[0] and other[1] != plan_key[1] else {}
+            for rank, theirs in alike.items():
                 if proposal.identity and theirs.identity == proposal.identity and rank != request.rank:
                     why = planning.misordered({rank: theirs, request.rank: proposal}, self._topology)
                     out: Outgoing = []
@@ -248,11 +349,11 @@ class Coordinator:
                     return out
         return []
 
-    def _decide_plan(self, plan_key: PlanKey) -> Outgoing:
-        """Makes the plan once every rank that is awaited has proposed it."""
-        proposals = self._plans[plan_key]
+    def _refused_algorithm(self, plan_key: PlanKey) -> Outgoing:
+        """Refuses a plan that cannot be made here, or not any more."""
         members = self._participants.members(plan_key[0])
-        reduction = next(iter(proposals.values())).reduction
+        _, proposal = next(iter(self._plans[plan_key].kinds.values()))
+        reduction = proposal.reduction
         if lacking := plugins.missing(reduction.packages):
             why = f"no plan for {plan_key[1]!r}: on the node that decides for all {lacking}"
             return self._plan_verdict(plan_key, None, why)
@@ -261,8 +362,14 @@ class Coordinator:
             why = self._participants.why_not_since(algorithm, members)
             if why:
                 return self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {why}")
-        if not proposals.keys() >= set(self._participants.awaited(members)):
+        return []
+
+    def _decide_plan(self, plan_key: PlanKey) -> Outgoing:
+        """Makes the plan once every rank that is awaited has proposed it."""
+        proposed = self._plans[plan_key]
+        if proposed.missing:
             return []
+        proposals = proposed.different
         error = planning.disagreement(proposals, self._topology)
         if error:
             return self._plan_verdict(plan_key, None, error)
@@ -272,7 +379,7 @@ class Coordinator:
         homes = planning.home_shares(merged, self._participants, self._settings.shard_hosts, self.seconds_per_byte)
         plan = planning.make_plan(self._next_plan, merged, threshold, homes)
         self._next_plan += 1
-        self._made[plan_key[:2]] = _Made(plan, first, proposals[first], set(proposals))
+        self._made[plan_key[:2]] = _Made(plan, first, proposals[first], set(proposed.ranks))
         return self._plan_verdict(plan_key, plan, "")
 
     def end(self) -> None:
@@ -281,7 +388,12 @@ class Coordinator:
 
     def forget(self, key: OpKey) -> None:
         """An operation has failed."""
-        self._pending.pop(key, None)
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            alike = self._alike[pending.agreed]
+            alike.discard(key)
+            if not alike:
+                del self._alike[pending.agreed]
         self._inquiries.forget(("operation", key))
 
     def forget_set(self, process_set: int) -> None:
@@ -307,37 +419,34 @@ class Coordinator:
 
     def _decide(self, key: OpKey) -> Outgoing:
         """Lets an operation start that all nodes have asked about, or whose signature has been approved meanwhile."""
-        requests = self._pending.get(key)
-        if requests is None or self._inquiries.awaits_answers(("operation", key)):
+        pending = self._pending.get(key)
+        if pending is None or self._inquiries.awaits_answers(("operation", key)):
             return []
-        signature = next(iter(next(iter(requests.values())).signatures.values()))
-        agreed = (key.process_set, wire.digest(signature))
+        requests, signature, agreed = pending.requests, pending.signature, pending.agreed
         direct = wire.KINDS[signature.kind].complete
         if direct and agreed in self._approved:  # not every node will ask
             self.forget(key)
-            return [(node, wire.Verdict(key)) for node in requests]
-        members = self._participants.members(key.process_set)
-        awaited = members.nodes if signature.kind == "join" else self._participants.awaited_nodes(members)
-        if any(node not in requests for node in awaited):
+            verdict = wire.Verdict(key)
+            return [(node, verdict) for node in requests]
+        if pending.missing:
             return []
         verdict = self._verdict(key, requests)
         self.forget(key)
         self._approved.add(agreed)
-        out: Outgoing = []
-        for node in members.nodes:
-            out.append((node, verdict if node in requests else wire.Verdict(key, signature=signature)))
-        for other in list(self._pending) if direct else ():
+        without = wire.Verdict(key, signature=signature)
+        nodes = self._participants.members(key.process_set).nodes
+        out: Outgoing = [(node, verdict if node in requests else without) for node in nodes]
+        for other in list(self._alike.get(agreed, ())) if direct else ():
             out += self._decide(other)
         return out
 
     def _refused_after_join(self, key: OpKey) -> Outgoing:
         """Fails an operation that ranks which have joined cannot take part in, and that cannot do without them."""
-        submitted = self._submitted(key)
-        if not submitted:  # it has been decided
+        pending = self._pending.get(key)
+        if pending is None or not self._participants.joined:
             return []
         members = self._participants.members(key.process_set)
-        kind = next(iter(submitted.values())).kind
-        why = self._participants.why_not(kind, members, submitted)
+        why = self._participants.why_not(pending.signature.kind, members, self._submitted(key))
         if not why:
             return []
         self.forget(key)
@@ -345,7 +454,8 @@ class Coordinator:
 
     def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:
         """Returns the ranks' submissions, as far as nodes have asked."""
-        requests = self._pending.get(key, {}).values()
+        pending = self._pending.get(key)
+        requests = () if pending is None else pending.requests.values()
         return {rank: signature for request in requests for rank, signature in request.signatures.items()}
 
     def _verdict(self, key: OpKey, requests: Mapping[int, wire.Request]) -> wire.Verdict:

@@ -14,10 +14,12 @@ A tensor that is sparse on some rank is in no bucket: the ranks' rows of it are 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+import msgspec
 from msgspec.structs import replace
 
 from fusion_rt import algorithms
@@ -33,6 +35,14 @@ _STAGES = 8  # buckets that a backward pass fills at least, so that sending begi
 _STAGE = MIB  # bytes; a bucket smaller than this costs more, as a message, than it hides
 _TAIL = 8  # the last bucket has at most the threshold divided by this, or a stage
 _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write one page
+
+
+def kind_of(proposal: Proposal) -> bytes:
+    """Returns a digest of all that `disagreement` and `merge` look at: proposals with equal ones are of one kind, of
+    which the plan needs the lowest rank's only. The order of tensors, which may differ, is not in it."""
+    tensors = sorted((each.name, each.dtype, each.shape, each.sparse, each.group) for each in proposal.tensors)
+    told = proposal.reduction, proposal.identity, tensors
+    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()
 
 
 def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:

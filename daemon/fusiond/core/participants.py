@@ -178,8 +178,8 @@ class Participants:
 
     def awaited(self, members: Members) -> tuple[int, ...]:
         """Returns the ranks of these members without which their operations do not go on."""
-        away = self.away(members)
-        return tuple(rank for rank in members.set.ranks if rank not in self.lost and rank not in away)
+        away = {*self.lost, *self.away(members)}
+        return members.set.ranks if not away else tuple(rank for rank in members.set.ranks if rank not in away)
 
     def awaited_nodes(self, members: Members) -> tuple[int, ...]:
         """Returns the nodes that have a member which is not away."""
@@ -197,7 +197,7 @@ class Participants:
             what: the kind, or the algorithm.
             carries: it has data.
         """
-        lost = [rank for rank in members.set.ranks if rank in self.lost]
+        lost = sorted(rank for rank in self.lost if rank in members.set)
         group = self.groups.get(members.set.id)
         if not lost or (not carries and group is None):
             return ""
@@ -216,7 +216,7 @@ class Participants:
         Args:
             present: ranks that submitted it, maybe before they joined.
         """
-        absent = [rank for rank in self.joined if rank in members.set.ranks and rank not in present]
+        absent = [rank for rank in self.joined if rank in members.set and rank not in present]
         if not absent or kind == "join" or wire.is_group(members.set.id):
             return ""
         who = self.topology.describe(absent)

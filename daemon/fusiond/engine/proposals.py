@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from fusion_rt import codecs, wire
@@ -14,6 +14,7 @@ from fusion_rt.wire import OpKey
 from fusiond import algorithms
 from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import check_proposal
+from fusiond.control import planning
 from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import PlanKey, subject_of
 from fusiond.core.tracing import record_plan
@@ -83,8 +84,12 @@ class Proposals:
         key = (proposal.process_set, proposal.group, proposal.clock)
         self._since.setdefault(key, self._context.outside.clock())
         self.waiting.setdefault(key, {})[rank] = handle
-        self._proposed.setdefault(key, {})[rank] = proposal
-        self._coordination.ask(wire.PlanRequest(rank, proposal))
+        proposed = self._proposed.setdefault(key, {})
+        like = _like(rank, proposal, proposed)
+        proposed[rank] = proposal
+        self._coordination.ask(
+            wire.PlanRequest(rank, proposal) if like is None else wire.PlanRequestAlike(rank, *key, like)
+        )
 
     def waits(self) -> Iterator[tuple[OpKey, float, Collection[int]]]:
         """The plans that are not there yet: key, when it was first proposed here (s), and by which ranks."""
@@ -120,7 +125,8 @@ class Proposals:
         before = self._made.get(key[:2])
         if before is not None and before.plan.id == plan.id:
             proposed = {**before.proposals, **proposed}
-        self._made[key[:2]] = wire.MadePlan(verdict.clock, plan, proposed)
+        lowest = sorted(proposed)[:1]  # whose proposal a new coordinator compares later ones with
+        self._made[key[:2]] = wire.MadePlan(verdict.clock, plan, {rank: proposed[rank] for rank in lowest})
         self._install(plan)
 
         def tell() -> None:
@@ -212,3 +218,14 @@ class Proposals:
     def unanswered(self) -> tuple[wire.PlanRequest, ...]:
         """Proposals that wait for the coordinator."""
         return tuple(wire.PlanRequest(rank, p) for ranks in self._proposed.values() for rank, p in ranks.items())
+
+
+def _like(rank: int, proposal: wire.Proposal, others: Mapping[int, wire.Proposal]) -> int | None:
+    """Returns another rank that has proposed the same, so that the coordinator need not be told twice; None if there is
+    none. The order of tensors counts on the lowest rank only."""
+    for other, theirs in others.items():
+        if theirs == proposal and other != rank:
+            return other
+        if other < rank and planning.kind_of(theirs) == planning.kind_of(proposal):
+            return other
+    return None
