@@ -1,7 +1,8 @@
 """Dispatch of the other daemons' messages, by the kinds that each may send now.
 
-Each peer has a table from the type of a message to its handler. It is made anew when the view, the peer's membership
-epoch, or the engine's handlers change, and holds the messages that the peer may send then; all others are refused.
+Each peer has a table from the type of a message to its handler. It holds the messages that the peer may send now; all
+others are refused. It is looked up anew when the view, the peer's membership epoch, or the engine's handlers change;
+peers in the same standing share one.
 
 In an elastic job daemons go from one formation to the next at different moments. Messages of a later one wait
 until this node is there; that cannot be more than a few words, since no formation starts without all its nodes. What is
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
@@ -34,6 +35,16 @@ _SAY_THEMSELVES = (*_WITH_PAYLOAD, wire.Probe)  # they come on other connections
 _EARLY = 1024  # words of a peer that is in a later formation
 _LAST_DATA = 2.0  # seconds without data, after which an operation complete on one node will not complete on others
 _log = logging.getLogger("fusiond")
+
+
+class _Standing(NamedTuple):
+    """What decides on the messages that a node may send: whether it is in the view, in this formation, in its present
+    epoch, and its coordinator."""
+
+    in_view: bool
+    in_formation: bool
+    in_epoch: bool
+    coordinates: bool
 
 
 class PeerDispatch:
@@ -75,13 +86,16 @@ class PeerDispatch:
             wire.NewEpoch: self._new_epoch,
         }
         self._engine: Engine
-        self._tables: list[Handlers] = []  # by node
+        self._tables: dict[int, Handlers] = {}  # by node
+        self._shared: dict[_Standing, Handlers] = {}
+        self._in_view: frozenset[int] = frozenset()
+        self._coordinator = -1
         self._made_of: tuple[object, object] = (None, None)  # the view and the engine's handlers
 
     def engine_begins(self, engine: Engine) -> None:
         """Switches to the engine of a new membership epoch. Drops the one before, which has memory of workers."""
         self._engine = engine
-        self._tables, self._made_of = [], (None, None)
+        self._forget_tables()
 
     def take_early(self) -> None:
         """Handles messages of peers that were here sooner."""
@@ -97,9 +111,12 @@ class PeerDispatch:
         """Handles a peer's message."""
         view, handlers = self._made_of
         if self._losses.views.view is not view or self._engine.handlers is not handlers:
-            self._make_tables()
+            self._forget_tables()
+        table = self._tables.get(node)
+        if table is None:
+            table = self._table_of(node)
         try:
-            self._tables[node].get(type(message), self._refused)(node, message, *payload)
+            table.get(type(message), self._refused)(node, message, *payload)
         except CreditExceeded as error:
             self._job.drop_peer(node, str(error))
         except Exception as error:  # whatever a message that is valid in itself leads to is its sender's fault
@@ -108,25 +125,39 @@ class PeerDispatch:
             kind = type(message).__name__
             self._job.fail(f"node {node} (host {host}) sent a {kind} that makes no sense here: {why}")
 
-    def _make_tables(self) -> None:
-        self._made_of = self._losses.views.view, self._engine.handlers
-        self._tables = [self._table(node) for node in range(len(self._topology.hosts))]
+    def _forget_tables(self) -> None:
+        view = self._losses.views.view
+        self._made_of = view, self._engine.handlers
+        self._in_view, self._coordinator = frozenset(view.nodes), self._losses.views.coordinator
+        self._tables.clear()
+        self._shared.clear()
 
-    def _table(self, node: int) -> Handlers:
+    def _table_of(self, node: int) -> Handlers:
         """Returns the handlers of messages that a node may send now."""
-        views, of_engine = self._losses.views, self._engine.handlers
-        if node not in views.view.nodes:
-            return self._anybody
         epoch = self._heard.of(node)
-        if wire.formation_of(epoch) != self._number:
+        standing = _Standing(
+            node in self._in_view,
+            wire.formation_of(epoch) == self._number,
+            epoch == self._membership.epoch,
+            node == self._coordinator,
+        )
+        if standing not in self._shared:
+            self._shared[standing] = self._table(standing)
+        self._tables[node] = self._shared[standing]
+        return self._tables[node]
+
+    def _table(self, standing: _Standing) -> Handlers:
+        of_engine = self._engine.handlers
+        if not standing.in_view:
+            return self._anybody
+        if not standing.in_formation:
             ours = {**of_engine, **self._members}
             return {wire.NewEpoch: self._new_epoch, **{kind: ours[kind] for kind in _SAY_THEMSELVES if kind in ours}}
-        is_current = epoch == self._membership.epoch
-        table = {kind: of_engine[kind] for kind in of_engine if is_current or kind in _WITH_PAYLOAD}
-        if is_current:
+        table = {kind: of_engine[kind] for kind in of_engine if standing.in_epoch or kind in _WITH_PAYLOAD}
+        if standing.in_epoch:
             table[wire.Departed] = self._departed
         table.update(self._members)
-        return {kind: table[kind] for kind in table if node == views.coordinator or kind not in _FROM_COORDINATOR}
+        return {kind: table[kind] for kind in table if standing.coordinates or kind not in _FROM_COORDINATOR}
 
     def _refused(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
         """Handles a message that a node may not send now: because it is late, or not in the view."""
@@ -157,15 +188,12 @@ class PeerDispatch:
 
     def _new_epoch(self, node: int, message: wire.NewEpoch) -> None:
         self._heard.epochs[node] = message.epoch
-        formation = wire.formation_of(message.epoch)
-        if formation != self._number:
+        self._tables.pop(node, None)
+        if wire.formation_of(message.epoch) != self._number:
             self._heard.early.pop(node, None)
-            self._make_tables()
             return
-        epochs = self._heard.epochs.items()
-        if self._membership.follow({peer: epoch for peer, epoch in epochs if wire.formation_of(epoch) == formation}):
+        if self._membership.follow(node, self._heard.epochs):
             self._job.begin_epoch()
-        self._make_tables()
         # The node's operations are complete there, and their data is on the way here.
         self._loop.call_later(_LAST_DATA, partial(self._end_epoch_before, message.epoch, node))
 

@@ -47,6 +47,8 @@ class Membership:
         self.joined: set[int] = set()  # local ranks
         self.left: set[int] = set()  # local ranks that have said Bye
         self.nodes_up: dict[int, int] = {}  # in which epoch
+        self._late: set[int] | None = None  # nodes that are not up in this epoch; None: not looked up yet
+        self._behind: set[int] | None = None  # nodes with workers that have not begun a later epoch, likewise
         self._lost: set[int] = set()  # ranks, as far as the view tells
         self._returned: set[int] = set()  # local ranks that have left and come back
         self._reported = False
@@ -71,6 +73,7 @@ class Membership:
         new epoch begins."""
         self.nodes, self.coordinator = view.nodes, coordinator
         self._lost = {loss.rank for loss in view.lost if loss.rank is not None}
+        self._late = self._behind = None
         self._begin_if_all_are_back()
 
     def has_workers(self, node: int) -> bool:
@@ -96,24 +99,39 @@ class Membership:
     def _begin_if_all_are_back(self) -> None:
         awaited = self.awaited
         if awaited and self._returned.issuperset(awaited) and self._lost.issuperset(self.lost):
-            self.epoch += 1
             self.left = set(self.lost)
             self._returned.clear()
-            self.started = self._reported = False
+            self._begin(self.epoch + 1)
 
-    def follow(self, epochs: Mapping[int, int]) -> bool:
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.started = self._reported = False
+        self._late = self._behind = None
+
+    def follow(self, node: int, epochs: Mapping[int, int]) -> bool:
         """Begins a new epoch on a node that awaits no workers, and returns whether it did: once every node that has
         workers is in it, since until then some may still wait for something of the epoch before.
 
         Args:
-            epochs: of the other nodes, by node; 0 where there is none.
+            node: has begun an epoch.
+            epochs: of the other nodes, by node, those of other formations among them.
         """
-        epoch = min((epochs.get(node, 0) for node in self.nodes if self.has_workers(node)), default=0)
-        if self.awaited or epoch <= self.epoch:
+        if self.awaited:
             return False
-        self.epoch = epoch
-        self.started = self._reported = False
-        return True
+        later = {node: epochs[node]} if self._behind is not None else epochs
+        if self._behind is None:
+            self._behind = {other for other in self.nodes if self.has_workers(other)}
+        formation = wire.formation_of(self.epoch)
+        for other, epoch in later.items():
+            if epoch > self.epoch and wire.formation_of(epoch) == formation:
+                self._behind.discard(other)
+        if self._behind:
+            return False
+        begun = [epochs[other] for other in self.nodes if self.has_workers(other)]
+        begun = [epoch for epoch in begun if wire.formation_of(epoch) == formation]
+        if begun:
+            self._begin(min(begun))
+        return bool(begun)
 
     def became_up(self) -> bool:
         """Returns whether this node has come up; true once in an epoch."""
@@ -122,10 +140,14 @@ class Membership:
         self._reported = True
         return True
 
-    @property
-    def all_up(self) -> bool:
-        """True if every node is up (the coordinator's to ask)."""
-        return all(self.nodes_up.get(node) == self.epoch for node in self.nodes)
+    def came_up(self, node: int, epoch: int) -> bool:
+        """Notes, at the coordinator, that a node is up in an epoch; returns whether all are up in this one."""
+        self.nodes_up[node] = epoch
+        if self._late is None:
+            self._late = {other for other in self.nodes if self.nodes_up.get(other) != self.epoch}
+        elif epoch == self.epoch:
+            self._late.discard(node)
+        return not self._late
 
     @property
     def everyone_left(self) -> bool:

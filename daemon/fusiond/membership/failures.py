@@ -96,7 +96,7 @@ class Losses:
     def departed(self) -> None:
         """Lets go of suspected nodes whose last workers have left in good order, which explains the suspicion."""
         over = self._job.is_over()
-        for node in self.views.view.nodes:
+        for node in self.views.suspected:
             nobody_needs_it = over or (self._has_left(node) and node != self.views.coordinator)
             if nobody_needs_it and self.views.forgive(node):
                 self._let_go(node, "its workers have left")

@@ -145,6 +145,11 @@ class Views:
         self._note(self._node, [loss])
         self._consider()
 
+    @property
+    def suspected(self) -> list[int]:
+        """The nodes that seem to be lost, and are not yet."""
+        return sorted({node for _, node, rank in self._suspected if rank is None})
+
     def forgive(self, node: int) -> bool:
         """Drops the suspicion of a peer that is not needed any more; returns whether there was one."""
         found = [key for key in self._suspected if key[1:] == (node, None)]

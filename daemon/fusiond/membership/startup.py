@@ -112,8 +112,7 @@ class Starting:
 
     def node_up(self, node: int, epoch: int) -> None:
         """Notes, at the coordinator, that a node is up in this membership epoch; measures links once all are."""
-        self._membership.nodes_up[node] = epoch
-        if self._membership.all_up:
+        if self._membership.came_up(node, epoch):
             self._measure()
 
     def echo(self, node: int, echo: wire.Echo) -> None:

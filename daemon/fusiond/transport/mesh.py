@@ -27,7 +27,7 @@ import itertools
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import zmq
@@ -99,7 +99,10 @@ class Mesh:
         self._trace = trace
         self._clock = clock
         self._up = False
+        self._coming: set[int] = set()  # nodes that have not greeted, or not all connections to which have stood
         self._closed = False
+        self._said: wire.PeerMessage | None = None  # the last message, which may go to many peers
+        self._encoded = b""
         self._peers: dict[int, Peer] = {}  # by node
         self._admitted: dict[int, Peer] = {}  # the same, by id
         self._ids = itertools.count()
@@ -187,6 +190,7 @@ class Mesh:
             self._loop.call_every(self._settings.heartbeat_interval, self._beat)
             self._loop.call_every(self._look_every, self._look)
         self._up = False
+        self._coming = {node for node, peer in self._peers.items() if not peer.connected}
         self._loop.call_soon(self._check_up)
         return [peer.node for peer in left], self.lost
 
@@ -240,7 +244,9 @@ class Mesh:
         peer = self._peers.get(node)
         if peer is None or peer.lost or self._closed:
             return
-        peer.send(message)
+        if message is not self._said:
+            self._said, self._encoded = message, wire.encode(message)
+        peer.send(self._encoded)
 
     def send_last(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message once the peer has received all payloads that were sent to it before."""
@@ -359,10 +365,12 @@ class Mesh:
         if link.down_since is not None:
             self._trace.record(Kind.FOUND, link.name, peer=peer.node)
             peer.came_back(link, self._awake() - link.down_since)
-        self._check_up()
+        if peer.node in self._coming and peer.connected:
+            self._coming.remove(peer.node)
+            self._check_up()
 
     def _check_up(self) -> None:
-        if self._up or self._closed or not all(peer.connected for peer in self._peers.values()):
+        if self._up or self._closed or self._coming:
             return
         self._up = True
         for peer in self._peers.values():
@@ -399,7 +407,7 @@ class Mesh:
 
     def missing(self) -> list[int]:
         """Returns the nodes that have not come up yet."""
-        return [peer.node for peer in self._peers.values() if not peer.connected]
+        return sorted(self._coming)
 
     @property
     def lost(self) -> list[int]:
@@ -449,10 +457,13 @@ class Mesh:
         if not peer.control.stands:
             self.lose(peer.node, _CLOSED)
 
+    @cached_property
+    def _shared(self) -> dict[str, str]:
+        return {knob.variable: shortened(str(getattr(self._settings, knob.name))) for knob in SHARED}
+
     def _hello(self, tokens: tuple[bytes, ...]) -> wire.PeerHello:
-        config = self._config
-        shared = {knob.variable: shortened(str(getattr(self._settings, knob.name))) for knob in SHARED}
-        return wire.PeerHello(wire.PROTOCOL_VERSION, config.job, config.node, tokens, wire.peer_schema(), shared)
+        job, node = self._config.job, self._config.node
+        return wire.PeerHello(wire.PROTOCOL_VERSION, job, node, tokens, wire.peer_schema(), self._shared)
 
     def _greet(self, peer: Peer, hello: wire.PeerHello) -> None:
         mine = self._hello(())

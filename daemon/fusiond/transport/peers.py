@@ -276,28 +276,28 @@ class Peer:
         arrived = self.sent_bytes - self.sending.nbytes - under_way
         self.sending.credit = self.pipe.acknowledged(now, arrived, len(self.sending) > 0)
 
-    def send(self, message: wire.PeerMessage) -> None:
-        """Sends a control message that has to arrive."""
+    def send(self, message: bytes) -> None:
+        """Sends a control message, encoded, that has to arrive."""
         link = self.links[0]
         link.post(self._control_frame(link.out.serial + 1, message))
 
     def mention(self, message: wire.Heartbeat | wire.Ack) -> None:
         """Sends a control message that need not arrive."""
-        self.links[0].send(self._control_frame(0, message))
+        self.links[0].send(self._control_frame(0, wire.encode(message)))
 
     def give_up(self, why: str) -> None:
         """Sends the last word; queued messages are dropped."""
         self.lost = True
-        self.links[0].last_word(self._control_frame(0, wire.GivenUp(why)))
+        self.links[0].last_word(self._control_frame(0, wire.encode(wire.GivenUp(why))))
         self.sending.forget()
         for link in self.links[1:]:
             link.close()
 
-    def _control_frame(self, serial: int, message: wire.PeerMessage) -> bytes:
-        """Makes a control message to it, which carries all acknowledgements that it is owed."""
+    def _control_frame(self, serial: int, message: bytes) -> bytes:
+        """Makes a control message to it of an encoded one, which carries all acknowledgements that it is owed."""
         if self.links[0].stands:
             self.owed = self.owed_bytes = 0
-        return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + wire.encode(message)
+        return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + message
 
     @property
     def owes_much(self) -> bool:

@@ -301,6 +301,7 @@ class Reception:
         self._awake = awake
         self._trace = trace
         self._started = False
+        self._controls: dict[int, Peer] = {}  # by the descriptor of the peer's last control connection to this node
         self._expected: dict[tuple[int, int], str] = {}  # connections that are to come: their peer, number and address
         control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
@@ -367,12 +368,16 @@ class Reception:
 
     def _expect_again(self, descriptor: int) -> None:
         """Expects a peer's control connection to be made again. (For another one of its payloads it gets a token.)"""
-        for peer in self._peers.values():
-            if peer.heard_on.get(0) == descriptor and not peer.lost:
-                self._expect(peer, 0)
+        peer = self._controls.pop(descriptor, None)
+        if peer is None or peer.lost or self._peers.get(peer.id) is not peer:
+            return
+        if peer.heard_on.get(0) == descriptor:
+            self._expect(peer, 0)
 
     def _heard(self, peer: Peer, number: int, descriptor: int) -> None:
         peer.heard_on[number] = descriptor
+        if not number:
+            self._controls[descriptor] = peer
         self._inbox(number).heard(descriptor)
         self._expect_no_more(peer, number)
 

@@ -35,9 +35,8 @@ def daemons() -> list[VirtualDaemon]:
 
 def test_every_message_of_a_peer_has_a_handler(daemons: list[VirtualDaemon]) -> None:
     dispatch = daemons[1]._formation.peer_dispatch
-    dispatch._make_tables()
-    assert set(dispatch._tables[0]) | OF_CONNECTIONS == set(get_args(wire.PeerMessage))
-    assert not set(dispatch._tables[0]) & OF_CONNECTIONS
+    assert set(dispatch._table_of(0)) | OF_CONNECTIONS == set(get_args(wire.PeerMessage))
+    assert not set(dispatch._table_of(0)) & OF_CONNECTIONS
 
 
 def test_every_message_of_a_worker_or_tool_has_a_handler(daemons: list[VirtualDaemon]) -> None:
@@ -66,17 +65,16 @@ def test_a_node_that_is_not_in_the_view_is_heard_about_rings_only(daemons: list[
     one._formation.peer_dispatch.receive(2, wire.Abort("no"))
     assert one.failure == ""
     assert one._formation.losses.statistics()["fenced"] == 1
-    assert set(one._formation.peer_dispatch._tables[2]) == ABOUT_RINGS
+    assert set(one._formation.peer_dispatch._table_of(2)) == ABOUT_RINGS
 
 
 def test_what_is_of_another_epoch_is_dropped_but_for_payloads_which_say_their_epoch(
     daemons: list[VirtualDaemon],
 ) -> None:
     dispatch = daemons[1]._formation.peer_dispatch
-    dispatch._make_tables()
-    before = set(dispatch._tables[2])
+    before = set(dispatch._table_of(2))
     dispatch.receive(2, wire.NewEpoch(1))
-    dropped = before - set(dispatch._tables[2])
+    dropped = before - set(dispatch._table_of(2))
     assert {wire.Request, wire.Departed, wire.Credit, wire.Joined} <= dropped
     assert not {wire.Chunk, wire.Piece, wire.Abort, wire.Up, wire.NewEpoch, wire.Handover} & dropped
     dispatch.receive(2, wire.OpFailed(X, "no"))
@@ -87,6 +85,8 @@ def test_a_failed_job_takes_no_more_of_its_operations_and_answers_questions(daem
     one = daemons[1]
     one.fail("no more")
     one._formation.peer_dispatch.receive(0, VERDICT)
-    assert wire.Verdict not in one._formation.peer_dispatch._tables[0]
-    assert {wire.WaitingRequest, wire.Locate, wire.Departed, wire.Abort} <= set(one._formation.peer_dispatch._tables[0])
+    assert wire.Verdict not in one._formation.peer_dispatch._table_of(0)
+    assert {wire.WaitingRequest, wire.Locate, wire.Departed, wire.Abort} <= set(
+        one._formation.peer_dispatch._table_of(0)
+    )
     assert one.failure == "no more"

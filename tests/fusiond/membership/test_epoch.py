@@ -39,10 +39,8 @@ def test_a_job_of_one_node_needs_no_connections() -> None:
 
 def test_the_coordinator_waits_for_every_node() -> None:
     membership = Membership(TWO, 0)
-    membership.nodes_up[0] = 0
-    assert not membership.all_up
-    membership.nodes_up[1] = 0
-    assert membership.all_up
+    assert not membership.came_up(0, 0)
+    assert membership.came_up(1, 0)
 
 
 def test_everyone_has_left_when_every_local_worker_has() -> None:
@@ -58,7 +56,7 @@ def test_who_is_missing() -> None:
     membership.joined.add(0)
     assert membership.missing() == "rank 2 (host a) did not connect to the daemon"
     membership.joined.add(2)
-    membership.nodes_up[0] = 0
+    membership.came_up(0, 0)
     assert membership.missing() == "node 1 did not come up: rank 1 (host b)"
 
 
@@ -71,7 +69,8 @@ def test_only_the_coordinator_knows_which_node_is_missing() -> None:
 def test_links_that_are_still_measured_are_no_fault_of_a_node() -> None:
     membership = Membership(TWO, 0)
     membership.joined.update((0, 2))
-    membership.nodes_up.update({0: 0, 1: 0})
+    for node in (0, 1):
+        membership.came_up(node, 0)
     assert membership.missing() == "every node came up, but not all links between them were measured"
 
 
@@ -98,10 +97,9 @@ def test_a_new_epoch_begins_when_all_local_workers_have_left_and_come_back() -> 
     membership.join(2)
     assert (membership.epoch, membership.left, membership.started) == (1, set(), False)
     assert membership.became_up()
-    membership.nodes_up.update({0: 1, 1: 0})
-    assert not membership.all_up  # node 1 is up in the epoch before only
-    membership.nodes_up[1] = 1
-    assert membership.all_up
+    assert not membership.came_up(0, 1)
+    assert not membership.came_up(1, 0)  # up in the epoch before only
+    assert membership.came_up(1, 1)
 
 
 def test_a_node_without_workers_is_up_with_its_connections_and_follows_all_others_into_an_epoch() -> None:
@@ -112,16 +110,16 @@ def test_a_node_without_workers_is_up_with_its_connections_and_follows_all_other
     assert membership.became_up()
     assert not membership.became_up()  # said once
     assert not membership.everyone_left  # nobody was ever there
-    assert not membership.follow({0: 1})  # node 1 may still wait for something of the epoch before
-    assert membership.follow({0: 1, 1: 1})
+    assert not membership.follow(0, {0: 1})  # node 1 may still wait for something of the epoch before
+    assert membership.follow(1, {0: 1, 1: 1})
     assert (membership.epoch, membership.started, membership.became_up()) == (1, False, True)
-    assert not membership.follow({0: 1, 1: 1})
+    assert not membership.follow(1, {0: 1, 1: 1})
 
 
 def test_a_node_with_workers_goes_by_its_own() -> None:
     membership = Membership(Topology(("a", "b"), ((0,), (1,))), 1)
-    assert not membership.follow({0: 1})
-    assert not membership.follow({0: 1, 1: 1})
+    assert not membership.follow(0, {0: 1})
+    assert not membership.follow(1, {0: 1, 1: 1})
 
 
 def test_workers_that_are_lost_are_not_waited_for_when_the_others_come_back() -> None:
@@ -172,8 +170,8 @@ def test_a_node_whose_workers_are_lost_follows_the_others_and_is_not_waited_for(
     for membership in memberships:
         membership.view_begins(view, 1)
         assert [membership.has_workers(node) for node in range(4)] == [False, True, True, False]
-        assert not membership.follow({1: 1})
-        assert membership.follow({1: 1, 2: 1})
+        assert not membership.follow(1, {1: 1})
+        assert membership.follow(2, {1: 1, 2: 1})
         membership.mesh_up = True
         assert (membership.epoch, membership.became_up()) == (1, True)
 
@@ -184,14 +182,11 @@ def test_nodes_that_are_not_in_the_view_are_not_waited_for() -> None:
     membership.join(1)
     membership.view_begins(View(1, (1, 2, 3)), 1)
     for node in (1, 2):
-        assert not membership.all_up
-        membership.nodes_up[node] = 0
+        assert not membership.came_up(node, 0)
     assert membership.missing() == "node 3 did not come up: host d (no workers)"
-    membership.nodes_up[3] = 0
-    up = membership.all_up
-    assert up
+    assert membership.came_up(3, 0)
     follower = Membership(topology, 3)
     follower.view_begins(View(1, (1, 2, 3)), 1)
-    assert not follower.follow({1: 1})
-    assert follower.follow({1: 1, 2: 1})
+    assert not follower.follow(1, {1: 1})
+    assert follower.follow(2, {1: 1, 2: 1})
     assert follower.missing() == "node 1 did not say that every node is up: rank 1 (host b)"

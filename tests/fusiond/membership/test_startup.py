@@ -76,7 +76,7 @@ def test_a_node_whose_own_worker_is_missing_says_so_at_once(told: Told) -> None:
 
 def test_the_coordinator_says_who_is_late_once_that_node_could(told: Told) -> None:
     clock, membership = begin(0, told, (0, 2))
-    membership.nodes_up[0] = 0
+    membership.came_up(0, 0)
     assert clock.ring() == 30
     assert told == [], "node 1 knows best which of its workers are late"
     assert clock.ring() == 1.5
