@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from fusion_rt.core.cost import CostModel
 
@@ -23,9 +26,13 @@ FAR = 5e-3  # seconds of a round trip
 MOST_CONNECTIONS = 8
 _WINDOW = 64 * 1024  # bytes that one connection keeps under way where a packet in a thousand is lost
 _EXACT = 10  # nodes up to which the best order is found for certain
+_PASSES = 8  # over a round, in each of which every part of it may be turned
+_LESS = 1e-9  # seconds of latency that are worth a turn
 _PERIODS = 8  # whose best rate counts
 _BUSY = 10e-3  # seconds for which a peer's event loop may be busy otherwise
 
+Places = npt.NDArray[np.intp]
+Rates = npt.NDArray[np.float64]
 Costs = Mapping[tuple[int, int], CostModel]
 """The model of each link by its two nodes, the lower one first."""
 
@@ -192,24 +199,46 @@ def _best(nodes: tuple[int, ...], costs: Costs) -> tuple[int, ...]:
 
 
 def _good(nodes: tuple[int, ...], costs: Costs) -> tuple[int, ...]:
-    """Goes to the nearest node that is left, from each, and turns parts of that round while that helps (2-opt)."""
-
-    def key(a: int, b: int) -> tuple[float, float]:
+    """Goes to the nearest node that is left, from each, and turns parts of that round while that helps (2-opt; Croes: A
+    method for solving traveling-salesman problems, 1958). A turn changes two links, so it is judged by these alone."""
+    count = len(nodes)
+    rates, late = np.full((count, count), np.inf), np.full((count, count), np.inf)
+    for (one, a), (other, b) in combinations(enumerate(nodes), 2):
         link = costs[min(a, b), max(a, b)]
-        return link.seconds_per_byte, link.latency
+        rates[one, other] = rates[other, one] = link.seconds_per_byte
+        late[one, other] = late[other, one] = link.latency
+    order = np.zeros(count, np.intp)
+    left = np.ones(count, bool)
+    left[0] = False
+    for place in range(1, count):
+        here = order[place - 1]
+        near = np.where(left, rates[here], np.inf)
+        order[place] = np.where(near == near.min(), np.where(left, late[here], np.inf), np.inf).argmin()
+        left[order[place]] = False
+    for _ in range(_PASSES):
+        turned = [_turn(order, first, rates, late) for first in range(count - 2)]
+        if not any(turned):
+            break
+    return tuple(nodes[place] for place in order)
 
-    order, left = [nodes[0]], set(nodes[1:])
-    while left:
-        following = min(left, key=lambda node: (key(order[-1], node), node))
-        order.append(following)
-        left.remove(following)
-    best = time_of(order, costs)
-    better = True
-    while better:
-        better = False
-        for start in range(1, len(order) - 1):
-            for end in range(start + 1, len(order)):
-                turned = [*order[:start], *reversed(order[start : end + 1]), *order[end + 1 :]]
-                if (time := time_of(turned, costs)) < best:
-                    order, best, better = turned, time, True
-    return tuple(order)
+
+def _turn(order: Places, first: int, rates: Rates, late: Rates) -> bool:
+    """Turns the part of a round that begins after the place `first` and ends where that is best; returns whether it is
+    any better."""
+    count = len(order)
+    after = np.roll(order, -1)
+    slow = rates[order, after]
+    ranked = np.argsort(-slow, kind="stable")[:3]  # of the slowest links, two may be replaced
+    last = np.arange(first + 2, count - (first == 0))
+    if not len(last):
+        return False
+    a, b, c, d = order[first], after[first], order[last], after[last]
+    rest = np.where((last == ranked[1]) | (first == ranked[1]), slow[ranked[2]], slow[ranked[1]])
+    rest = np.where((last == ranked[0]) | (first == ranked[0]), rest, slow[ranked[0]])
+    slowest = np.maximum(rest, np.maximum(rates[a, c], rates[b, d]))
+    longer = late[a, c] + late[b, d] - late[a, b] - late[c, d]
+    best = int(np.where(slowest == slowest.min(), longer, np.inf).argmin())
+    if (slowest[best], longer[best]) >= (slow[ranked[0]], -_LESS):
+        return False
+    order[first + 1 : last[best] + 1] = order[first + 1 : last[best] + 1][::-1].copy()
+    return True
