@@ -45,9 +45,11 @@ class LinkFigures(msgspec.Struct, array_like=True):
 
 
 class FiguresRequest(msgspec.Struct, tag="figures?", array_like=True):
-    """Asks for the receiver's `Figures`."""
+    """Asks for the receiver's `Figures`; `links`, `ranks`: of how many at most."""
 
     serial: Count
+    links: Count
+    ranks: Count
 
 
 class Figures(msgspec.Struct, tag="figures", array_like=True):
@@ -61,6 +63,8 @@ class Figures(msgspec.Struct, tag="figures", array_like=True):
         under_way: operations that are not completed.
         dense_bytes, packed_bytes: bytes that would have been sent without compression, and that were sent.
         staleness_count, staleness_mean: of contributions of its workers to homes, in versions.
+        ranks: those whose parts came latest; `links`: those that are lost, then those that have carried most.
+        more_ranks, more_links: how many are left out.
     """
 
     serial: Count
@@ -79,3 +83,5 @@ class Figures(msgspec.Struct, tag="figures", array_like=True):
     staleness_mean: Versions
     ranks: Annotated[tuple[RankFigures, ...], msgspec.Meta(max_length=MAX_LOCAL)] = ()
     links: Annotated[tuple[LinkFigures, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    more_ranks: Count = 0
+    more_links: Count = 0

@@ -286,9 +286,9 @@ class Daemon:
 
     # --- its own description ------------------------------------------------------------------------------------------
 
-    def figures(self, serial: int = 0) -> wire.Figures:
-        """Returns the present figures of this node."""
-        return self._formation.figures(serial)
+    def figures(self, asked: wire.FiguresRequest) -> wire.Figures:
+        """Returns the present figures of this node, as it was asked."""
+        return self._formation.figures(asked)
 
     def statistics(self) -> dict[str, object]:
         """Returns the data of `fusiond status`: identity, state, resources, and the statistics of every part."""

@@ -220,10 +220,10 @@ class Formation:
 
     # --- its own description ------------------------------------------------------------------------------------------
 
-    def figures(self, serial: int = 0) -> wire.Figures:
-        """Returns the present figures of this node; `serial`: of the question."""
+    def figures(self, asked: wire.FiguresRequest) -> wire.Figures:
+        """Returns the present figures of this node, as it was asked."""
         parts = self.parts
-        return figures(serial, self.engine, parts.mesh, self.membership, self.ending.failure, parts.began)
+        return figures(asked, self.engine, parts.mesh, self.membership, self.ending.failure, parts.began)
 
     def identity(self) -> dict[str, object]:
         """Returns which daemon this is, and how it is, for `fusiond status`."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import resource
 import sys
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from fusion_rt import __version__, wire
@@ -62,15 +64,17 @@ def identity(
 
 
 def figures(
-    serial: int, engine: Engine, mesh: Mesh | None, membership: Membership, failure: str, began: float
+    asked: wire.FiguresRequest, engine: Engine, mesh: Mesh | None, membership: Membership, failure: str, began: float
 ) -> wire.Figures:
-    """Returns a daemon's present figures; `serial`: of the question."""
+    """Returns a daemon's present figures, as it was asked; `began`: its start by the monotonic clock (s)."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operations, nbytes, under_way = engine.counts()
     dense, packed = engine.sent_bytes()
     staleness = engine.homes.meters.version_lag
+    ranks = [wire.RankFigures(rank, each.steps, each.parts, each.late) for rank, each in engine.progress.items()]
+    links = () if mesh is None else mesh.figures()
     return wire.Figures(
-        serial,
+        asked.serial,
         os.getpid(),
         state_of(failure, membership),
         failure[: wire.MAX_LINE],
@@ -84,11 +88,10 @@ def figures(
         packed,
         staleness.count,
         staleness.mean,
-        tuple(
-            wire.RankFigures(rank, progress.steps, progress.parts, progress.late)
-            for rank, progress in engine.progress.items()
-        ),
-        () if mesh is None else mesh.figures(),
+        tuple(heapq.nlargest(asked.ranks, ranks, key=attrgetter("late_seconds"))),
+        tuple(heapq.nlargest(asked.links, links, key=attrgetter("lost", "sent_bytes"))),
+        max(len(ranks) - asked.ranks, 0),
+        max(len(links) - asked.links, 0),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -15,14 +17,15 @@ from fusiond.core.dispatch import Handlers
 from fusiond.core.effects import Correspondence
 from fusiond.core.queries import Rounds
 
+_OF_NODE, _OF_LINK, _OF_RANK = 400, 130, 90  # characters of an entry, about
 PATIENCE = 2.0  # seconds for an answer: whoever looks on wants to see the others meanwhile
 
 
 class Figured(Protocol):
     """The daemon of this node, as far as it has figures."""
 
-    def figures(self, serial: int) -> wire.Figures:
-        """Returns the present figures of this node, under a serial number."""
+    def figures(self, asked: wire.FiguresRequest) -> wire.Figures:
+        """Returns the present figures of this node, as it was asked."""
 
 
 class Gathering:
@@ -46,15 +49,23 @@ class Gathering:
     def ask(self, without: frozenset[int], then: Callable[[dict[int, wire.Figures]], None]) -> None:
         """Asks all nodes but those that are gone; tells their figures, by node."""
         nodes = [node for node in range(len(self._topology.hosts)) if node not in without]
-        self._rounds.ask(dict.fromkeys(nodes, wire.FiguresRequest), then)
+        links, ranks = shares(len(nodes))
+        self._rounds.ask(dict.fromkeys(nodes, partial(wire.FiguresRequest, links=links, ranks=ranks)), then)
 
     def _asked(self, node: int, request: wire.FiguresRequest) -> None:
-        self._rounds.send(node, self._here.figures(request.serial))
+        self._rounds.send(node, self._here.figures(request))
 
     def _answered(self, node: int, figures: wire.Figures) -> None:
         local = set(self._topology.ranks[node])
         if all(each.rank in local for each in figures.ranks):
             self._rounds.answered(node, figures.serial, figures)
+
+
+def shares(nodes: int, most: int = wire.MAX_TEXT) -> tuple[int, int]:
+    """Returns of how many links, and ranks, of each of so many nodes there is room in a document of `most` characters:
+    one node does not take in the figures of all links of a large job, which are as many as pairs of nodes."""
+    room = max(most - _OF_NODE * nodes, 0) // max(nodes, 1)
+    return room // 2 // _OF_LINK, room // 2 // _OF_RANK
 
 
 def document(
@@ -73,8 +84,12 @@ def document(
 
 def fitting(told: dict[str, Any], most: int = wire.MAX_TEXT) -> str:
     """Returns the document as JSON of at most so many characters. Of a longer one, the links that have carried least
-    are left out, and then ranks; `left_out` says how many."""
-    told["left_out"] = {"links": 0, "ranks": 0}
+    are left out, then ranks, and then nodes that run as they should; `left_out` says how many."""
+    told["left_out"] = {
+        "links": sum(node.pop("more_links", 0) for node in told["nodes"]),
+        "ranks": sum(node.pop("more_ranks", 0) for node in told["nodes"]),
+        "nodes": 0,
+    }
     text = json.dumps(told)
     for what, weight in (("links", "sent_bytes"), ("ranks", "late_seconds")):
         longest = max((len(node.get(what, ())) for node in told["nodes"]), default=0)
@@ -86,6 +101,12 @@ def fitting(told: dict[str, Any], most: int = wire.MAX_TEXT) -> str:
                 if entries:
                     node[what] = entries[:longest]
             text = json.dumps(told)
+    while len(text) > most and told["nodes"]:
+        ordered = sorted(told["nodes"], key=lambda node: node.get("state") == "running")
+        kept = ordered[: len(ordered) * most // len(text) * 9 // 10]
+        told["left_out"]["nodes"] += len(ordered) - len(kept)
+        told["nodes"] = sorted(kept, key=itemgetter("node"))
+        text = json.dumps(told)
     return text
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 _ANSWER = 3.0  # seconds for the event loop
+_EVERYTHING = wire.FiguresRequest(0, wire.MAX_RANKS, wire.MAX_RANKS)
 _STATES = "starting", "running", "failed"
 
 
@@ -103,7 +104,7 @@ class Metrics:
 
     def _tell(self, taken: Future[wire.Figures]) -> None:
         if taken.set_running_or_notify_cancel():
-            taken.set_result(self._daemon.figures(0))
+            taken.set_result(self._daemon.figures(_EVERYTHING))
 
 
 def families(job: str, topology: Topology, node: int, figures: wire.Figures) -> Iterator[Metric]:

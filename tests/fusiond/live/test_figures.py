@@ -16,9 +16,9 @@ class Place:
     def __init__(self, nodes: Nodes, node: int) -> None:
         self._nodes, self._node = nodes, node
 
-    def figures(self, serial: int) -> wire.Figures:
+    def figures(self, asked: wire.FiguresRequest) -> wire.Figures:
         here = self._nodes.here[self._node]
-        return wire.Figures(serial, *(getattr(here, name) for name in wire.Figures.__struct_fields__[1:]))
+        return wire.Figures(asked.serial, *(getattr(here, name) for name in wire.Figures.__struct_fields__[1:]))
 
     def to_node(self, node: int, message: wire.PeerMessage) -> None:
         if node not in self._nodes.deaf:
@@ -82,7 +82,7 @@ def test_what_is_too_long_for_a_message_leaves_out_what_matters_least() -> None:
     ranks = tuple(rank(number % 2, 1, 1, float(number)) for number in range(200))
     found = document("mine", TOPOLOGY, {0: told(ranks, links), 1: told((rank(2),), ())}, 0.0)
     whole = json.loads(fitting(document("mine", TOPOLOGY, {1: told((rank(2),), ())}, 0.0)))
-    assert whole["left_out"] == {"links": 0, "ranks": 0}
+    assert whole["left_out"] == {"links": 0, "ranks": 0, "nodes": 0}
     text = fitting(found, 10_000)
     told_of = json.loads(text)
     assert len(text) <= 10_000

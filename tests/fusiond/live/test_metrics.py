@@ -39,7 +39,7 @@ class Daemon:
     def __init__(self) -> None:
         self.asked_on: list[threading.Thread] = []
 
-    def figures(self, serial: int) -> wire.Figures:
+    def figures(self, asked: wire.FiguresRequest) -> wire.Figures:
         self.asked_on.append(threading.current_thread())
         return FIGURES
 
