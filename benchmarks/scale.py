@@ -3,6 +3,7 @@
     python -m benchmarks.scale
     python -m benchmarks.scale --quick
     python -m benchmarks.scale --validate
+    python -m benchmarks.scale --control
 
 Predictions are those of the model by which `--auto` and `fusion-trace whatif` predict (`fusion_rt.choice.step_model`).
 The cost of a worker's operation and of the codecs is measured on this machine in a few seconds; a message costs a
@@ -12,6 +13,8 @@ deviation): where all are waited for, the slowest one counts.
 
 `--validate` (root needed) measures all-reduces of 2 and 4 netlab hosts at 1 Gbit/s, 200 and 100 Mbit/s, and compares.
 All hosts are on one machine then, whose processors they share.
+
+`--control` measures the cost of control by the number of hosts instead (`benchmarks.control`).
 """
 
 from __future__ import annotations
@@ -303,9 +306,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--compute", type=float, default=0.2, help="seconds a step (%(default)s)")
     parser.add_argument("--jitter", type=float, default=0.02, help="of computing (%(default)s)")
     parser.add_argument("--validate", action="store_true", help="also measure netlab hosts")
+    parser.add_argument("--control", action="store_true", help="measure control, at --nodes hosts (8,64,256)")
     parser.add_argument("--quick", action="store_true", help="2, 16 and 256 nodes, few algorithms and codecs")
     parser.add_argument("--table", action="store_true", help="only show the results that there are")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="of results (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"of results ({RESULTS}, control.json)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
@@ -315,6 +319,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.worker:
         worker([int(size) for size in arguments.worker.split(",")])
         return
+    if arguments.control:
+        from benchmarks import control
+
+        nodes = [int(count) for count in arguments.nodes.split(",")] if arguments.nodes else control.NODES
+        control.main(nodes, arguments.out, arguments.table)
+        return
+    arguments.out = arguments.out or RESULTS
     if not arguments.table:
         nodes = [int(count) for count in arguments.nodes.split(",")] if arguments.nodes else list(NODES)
         hosts: Sequence[int] = (2, 4)

@@ -185,6 +185,10 @@ SUITES = {
         "steps of 2 to 4,096 nodes, predicted from costs that are measured here", 5,
         (_part(""),), (_part("--quick"),), common=False,
     ),
+    "control": Suite(
+        "the cost of control by the number of hosts, in virtual time", 20,
+        (_part("--control"),), (_part("--control --nodes 4,8"),), "scale",
+    ),
     "tracing": Suite(
         "what recording costs: a step with it and without", 5,
         (_part(""),), (_part("--steps 2 --rounds 3"),),

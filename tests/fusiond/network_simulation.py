@@ -15,7 +15,7 @@ import heapq
 import itertools
 import random
 import struct
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -49,6 +49,7 @@ class Network:
     Attributes:
         now: seconds.
         stalls: when, which node and which peer had something to send over an idle link that nothing but a timer moved.
+        messages, nbytes: sent by each daemon.
     """
 
     def __init__(self, seed: int, rate: float, latency: float, jitter: float = 1e-4) -> None:
@@ -62,6 +63,8 @@ class Network:
         self.descriptors = itertools.count(1)
         self.inboxes: dict[tuple[str, int], Inbox] = {}
         self.free = defaultdict[int, float](float)  # when a node's link has carried what it was given
+        self.messages = Counter[int]()
+        self.nbytes = Counter[int]()
         self._serial = itertools.count()
         self._events: list[tuple[float, int, bool, Callback]] = []
         self._work = 0
@@ -78,6 +81,10 @@ class Network:
     def soon(self, callback: Callback) -> None:
         """Calls back now, as work."""
         self.at(self.now, callback)
+
+    def step(self, node: int, callback: Callback) -> None:
+        """Runs one callback of a daemon's event loop."""
+        callback()
 
     def break_something(self) -> None:
         """Breaks one of the connections; messages under way on it are lost."""
@@ -113,8 +120,8 @@ class Network:
 class VirtualLoop:
     """An `EventLoop` on the network's clock."""
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
+    def __init__(self, network: Network, node: int) -> None:
+        self.network, self.node = network, node
         self.readers: dict[int, Callback] = {}
         self.stopped = False
         self.ended: Callback = lambda: None
@@ -129,7 +136,7 @@ class VirtualLoop:
         self.readers.pop(fd, None)
 
     def call_soon(self, callback: Callback) -> None:
-        self.network.soon(lambda: None if self.stopped else callback())
+        self.network.soon(lambda: self._run(callback))
 
     def call_later(self, seconds: float, callback: Callback) -> Timer:
         timer = Timer(callback)
@@ -151,11 +158,14 @@ class VirtualLoop:
 
     def readable(self, fd: int) -> None:
         """Calls the reader of a descriptor, on which something has come."""
-        self.network.soon(lambda: None if self.stopped else self.readers.get(fd, lambda: None)())
+        self.network.soon(lambda: self._run(self.readers.get(fd)))
 
     def _due(self, timer: Timer) -> None:
-        if timer.callback is not None and not self.stopped:
-            timer.callback()
+        self._run(timer.callback)
+
+    def _run(self, callback: Callback | None) -> None:
+        if callback is not None and not self.stopped:
+            self.network.step(self.node, callback)
 
 
 # --- libzmq -----------------------------------------------------------------------------------------------------------
@@ -282,6 +292,8 @@ class Connection:
             return
         parts, self._parts = self._parts, []
         network = self.network
+        network.messages[self.node] += 1
+        network.nbytes[self.node] += sum(map(len, parts))
         leaves = network.now
         if self.carries_payload:
             rate = network.rates.get(self.node, network.rate)
@@ -365,7 +377,7 @@ class VirtualDaemon(Daemon):
         elastic: bool = False,
         serial: int = 1,
     ) -> None:
-        self.network, self.node, self.loop = network, node, VirtualLoop(network)
+        self.network, self.node, self.loop = network, node, VirtualLoop(network, node)
         self.may_return = False
         self.heard: list[tuple[int, type]] = []
         address = f"10.{serial}.0.{node + 1}"
@@ -401,8 +413,8 @@ class VirtualDaemon(Daemon):
     def join(self, worker: VirtualWorker) -> None:
         formation = self._formation.number
         hello = wire.Hello(wire.PROTOCOL_VERSION, "job", worker.rank, worker.rank, formation=formation)
-        worker.link.events = self._formation.worker_dispatch
-        worker.link.events.worker_joined(worker.link, hello)
+        worker.link.events = events = self._formation.worker_dispatch
+        self.network.step(self.node, lambda: events.worker_joined(worker.link, hello))
 
     def tell(self, worker: VirtualWorker, message: wire.WorkerMessage) -> None:
         """Delivers a message of a worker."""
@@ -410,9 +422,9 @@ class VirtualDaemon(Daemon):
         events = worker.link.events
         assert events is not None
         if isinstance(decoded, wire.Bye):
-            events.worker_left(worker.rank, decoded)
+            self.network.step(self.node, lambda: events.worker_left(worker.rank, decoded))
         else:
-            events.handlers[type(decoded)](worker.link, decoded)
+            self.network.step(self.node, lambda: events.handlers[type(decoded)](worker.link, decoded))
 
     def _hear(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
         if payload or isinstance(message, wire.Departed):
@@ -428,13 +440,13 @@ class VirtualDaemon(Daemon):
 
     events: Any = None  # of `Workers`; each worker here remembers its own
 
-    answer = Workers.answer  # type: ignore[assignment]
+    answer = Workers.answer
 
     def send(self, link: WorkerLink, message: wire.DaemonMessage, fd: int = -1) -> None:
         worker: VirtualWorker = link.sock  # type: ignore[assignment]
         self.network.soon(lambda: worker.hear(wire.decode_daemon_message(wire.encode(message))))
 
-    def run(self, jobs: Any = (), then: Any = None) -> int:  # type: ignore[override]
+    def run(self, jobs: Any = (), then: Any = None) -> int:
         def work() -> None:
             error = None
             for job in jobs:
@@ -442,7 +454,7 @@ class VirtualDaemon(Daemon):
                     job()
                 except Exception as failure:  # the daemon reports it
                     error = failure
-            then(error)
+            self.network.step(self.node, lambda: then(error))
 
         self.network.at(self.network.now + self.network.late(), work)
         return 0
