@@ -208,8 +208,8 @@ class Settings:
         unit=BYTES, flags=("--trace-buffer",), variable="FUSION_TRACE_BUFFER", yaml="timeline.trace_buffer",
         least=2 * MIB)
     encryption: str = _row(
-        "auto", DAEMON, "Encryption between daemons: all, control (payloads travel in the clear, for trusted "
-        "networks), or auto (all, unless every daemon listens on loopback).",
+        "auto", DAEMON, "Encryption between daemons: all, control (payloads are authenticated and "
+        "not encrypted), or auto (all, unless every daemon listens on loopback).",
         flags=("--encryption",), variable="FUSION_ENCRYPTION", yaml="params.encryption",
         choices=("auto", "all", "control"))
     runtime_dir: str = _row(

@@ -159,6 +159,7 @@ from fusion_rt.wire.peers import (
     SnapshotOrder,
     SnapshotsHeld,
     Start,
+    Ticket,
     Up,
 )
 from fusion_rt.wire.plans import (
@@ -340,6 +341,7 @@ __all__ = [
     "Suspected",
     "TensorSpec",
     "Text",
+    "Ticket",
     "ToolMessage",
     "Traffic",
     "Tuning",

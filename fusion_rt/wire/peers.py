@@ -13,13 +13,26 @@ MAX_SNAPSHOTS = 8  # numbers in a `SnapshotsHeld`
 Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
+class Ticket(msgspec.Struct, array_like=True, frozen=True):
+    """Admits one payload connection.
+
+    Attributes:
+        token: the routing id by which the connection is known.
+        secret: the keys of its messages follow from it.
+    """
+
+    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
 class PeerHello(msgspec.Struct, tag="peer_hello", array_like=True):
     """The first message to a peer.
 
     Attributes:
         version: of the protocol.
         job, node: the sender's.
-        tokens: routing ids for the payload connections that the receiver opens to the sender.
+        tickets: for the payload connections that the receiver opens to the sender.
+        aes: the sender's processor has instructions for AES.
         schema: a digest of all messages between daemons (`peer_schema`).
         shared: the settings that both have to share (`settings.SHARED`), as text, by the names of their variables.
     """
@@ -27,7 +40,8 @@ class PeerHello(msgspec.Struct, tag="peer_hello", array_like=True):
     version: int
     job: Name
     node: Rank
-    tokens: tuple[Annotated[bytes, msgspec.Meta(max_length=64)], ...]
+    tickets: tuple[Ticket, ...]
+    aes: bool = False
     schema: Annotated[str, msgspec.Meta(max_length=64)] = ""
     shared: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
 
@@ -51,16 +65,16 @@ class Ack(msgspec.Struct, tag="ack", array_like=True):
 
 
 class Reopen(msgspec.Struct, tag="reopen", array_like=True):
-    """Asks for a token, because the sender's payload connection of this number to the receiver is broken, or new."""
+    """Asks for a ticket, because the sender's payload connection of this number to the receiver is broken, or new."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Reopened(msgspec.Struct, tag="reopened", array_like=True):
-    """Answers `Reopen` with a new token, and the number of messages received on that connection so far."""
+    """Answers `Reopen` with a new ticket, and the number of messages received on that connection so far."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
-    token: Annotated[bytes, msgspec.Meta(max_length=64)]
+    ticket: Ticket
     received: Count
 
 

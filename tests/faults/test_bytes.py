@@ -40,7 +40,7 @@ SPOILT = {
     "control, cut off": ("control", ENCRYPTED, CUT_OFF),
     "encrypted payload, changed": ("payload", ENCRYPTED, CHANGED),
     "encrypted payload, cut off": ("payload", ENCRYPTED, CUT_OFF),
-    # Changed ones in the clear have passed TCP's checksum already, and there is no other (docs/faults.md).
+    "plain payload, changed": ("payload", PLAIN, CHANGED),
     "plain payload, cut off": ("payload", PLAIN, CUT_OFF),
 }
 
@@ -63,6 +63,24 @@ def test_changed_and_lost_bytes_are_made_good_or_an_error_and_never_a_wrong_sum(
         assert "node " in error
         assert "Traceback" not in error
     assert workers.wrong == []
+
+
+@pytest.mark.parametrize("encryption", [ENCRYPTED, PLAIN], ids=["encrypted", "plain"])
+def test_a_changed_payload_is_counted_and_told_and_the_job_goes_on(
+    proxied: MakeProxied, encryption: dict[str, str]
+) -> None:
+    job = proxied(5, **encryption, **SMALL_CHUNKS).start()
+    workers = Workers(job.join(), LARGE, range(2))
+    workers.go_on(2)
+    job.payload.fault = Fault(flip_after=400)  # beyond the greeting, of the connection that stands
+    wait(lambda: job.payload.flipped > 0, "a fault")
+    job.payload.fault = Fault()
+    workers.go_on(2)
+    workers.stop()
+    assert (workers.errors, workers.wrong) == ({}, [])
+    found = [job.status(node)["mesh"] for node in (0, 1)]
+    assert sum(mesh["damaged"] for mesh in found) > 0
+    assert any("Bytes change on the way" in job.log(node) for node in (0, 1))
 
 
 def test_a_firewall_that_rejects_for_a_moment_amid_large_tensors_costs_time_and_nothing_else(

@@ -73,7 +73,7 @@ def test_who_has_shown_no_key_gets_little_memory_for_his_messages(daemons: MakeD
             stack.enter_context(send_long_command(target.control_port, b"CURVE", 40 * MIB))
         assert memory(process) < before + 8 * MIB
         for _ in range(STRANGERS):  # a chunk and what it may grow by when it is coded
-            stack.enter_context(send_long_command(target.payload_port, b"CURVE", 2 * MIB))
+            stack.enter_context(send_long_command(target.payload_port, b"PLAIN", 2 * MIB))
         assert memory(process) < before + (8 + 3 * STRANGERS) * MIB
         workers.go_on()
     workers.stop()

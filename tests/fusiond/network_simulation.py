@@ -331,6 +331,7 @@ class VirtualSockets:
     def __init__(self, network: Network, daemon: VirtualDaemon, serial: int, address: str) -> None:
         self.daemon = daemon
         self.public = b"%040d" % (1000 * serial + daemon.node)
+        self.encrypts = True
         self.context = MagicMock()
         self._network, self._node, self._address = network, daemon.node, address
 
@@ -343,7 +344,7 @@ class VirtualSockets:
     def payload_inbox(self, most: int) -> tuple[Inbox, int]:
         return self._inbox(2)
 
-    def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> tuple[Connection, Monitor]:
+    def outbox(self, endpoint: Endpoint, token: bytes = b"") -> tuple[Connection, Monitor]:
         connection = Connection(self._network, self._node, self.public.decode(), token)
         return connection, connection.monitor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from fusion_rt.host.bootstrap import (
 from fusion_rt.launchers import entries, kvstore
 from fusion_rt.local import elastic
 from fusion_rt.runner.protocol import agent_messages
-from fusiond.transport import delivery
+from fusiond.transport import delivery, sealing
 from tests.fuzz.engine import Target
 
 TOPOLOGY = Topology(("a", "b"), ((0, 2), (1,)))
@@ -129,6 +130,7 @@ def targets() -> list[Target]:
         _sealed("rendezvous: assignment", entries.Assignment | entries.Refusal, _ASSIGNMENT, _REFUSAL),
         _sealed("rendezvous: introduction", entries.Introduction | StartError, _INTRODUCTION),
         Target("mesh: control head", [delivery.control_head(7, (1, 2, 3)) + b"x"], _split, (WireError,)),
+        Target("mesh: sealed payload", _sealed_payloads(), _open, (WireError,)),
         Target("rendezvous: entries", [entries.seal(_SECRET, _NAME, _ARRIVAL)], _unseal, (WireError,)),
         Target("rendezvous: requests", _REQUESTS, _read_request, (WireError, OSError), words=_HTTP_WORDS, cost=5),
     ]  # fmt: skip
@@ -169,7 +171,23 @@ def _sealed(name: str, kind: Any, *seeds: msgspec.Struct) -> Target:
 def _split(data: bytes) -> bool:
     serial, received, message = delivery.split_control(memoryview(data))
     assert delivery.control_head(serial, received) + bytes(message) == data
-    delivery.split_payload_head(memoryview(data))
+    return True
+
+
+def _sealed_payloads() -> list[bytes]:
+    """Two frames each, the length of the first before them."""
+    found = []
+    for encrypts, cipher in itertools.product((True, False), (sealing.AES, sealing.CHACHA)):
+        head, payload = sealing.Sealer(bytes(32), encrypts, cipher).seal(0, b"message", b"payload")
+        found.append(bytes([encrypts, len(head)]) + head + payload)
+    return found
+
+
+def _open(data: bytes) -> bool:
+    if len(data) < 2:
+        return False
+    middle = 2 + data[1]
+    sealing.Opener(bytes(32), bool(data[0])).open(memoryview(data[2:middle]), memoryview(data[middle:]))
     return True
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+from collections.abc import Callable
 
 import zmq
 
 Address = tuple[str, int]  # IP address and port
+_RECEIVED, _AT = struct.Struct("=Q"), 128  # `tcpi_bytes_received` in TCP_INFO, and where it is
 _CLOSE_WAIT = 8  # the state of TCP, in the first byte of TCP_INFO, in which the other side has closed the connection
 
 
@@ -31,12 +34,12 @@ class AcceptedSockets:
 
     def address(self, descriptor: int) -> Address | None:
         """Returns the address that a connection comes from; None if it has ended already."""
-        return self._look(descriptor, None)
+        return self._look(descriptor)
 
     def keep(self, descriptor: int) -> socket.socket | None:
         """Returns a duplicate of a connection, which tells how it ended (`hung_up`) once libzmq has closed its own;
         None if it has ended already, or there is no descriptor for a duplicate."""
-        if self._look(descriptor, None) is None:
+        if self._look(descriptor) is None:
             return None
         try:
             return socket.socket(fileno=os.dup(descriptor))
@@ -45,15 +48,27 @@ class AcceptedSockets:
 
     def shut_down(self, descriptor: int, address: Address) -> None:
         """Ends a connection, if it is still the one from that address; libzmq closes it then."""
-        self._look(descriptor, address)
+        self._look(descriptor, _shut_down, address)
+
+    def arrived(self, descriptor: int, address: Address) -> int:
+        """Returns the bytes that have arrived on a connection, in all; 0 if it is no more the one from that address."""
+        arrived = [0]
+
+        def read(found: socket.socket) -> None:
+            arrived[:] = _RECEIVED.unpack_from(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), _AT)
+
+        self._look(descriptor, read, address)
+        return arrived[0]
 
     def close(self) -> None:
         """Closes the reserved descriptors."""
         os.close(self._reserve)
         os.close(self._nothing)
 
-    def _look(self, descriptor: int, end: Address | None) -> Address | None:
-        """Returns the address of a connection, and ends it if that is `end`."""
+    def _look(
+        self, descriptor: int, act: Callable[[socket.socket], None] | None = None, only: Address | None = None
+    ) -> Address | None:
+        """Returns the address of a connection, and acts on it if that is `only`."""
         try:
             os.dup2(descriptor, self._reserve, inheritable=False)
         except OSError:  # closed
@@ -64,8 +79,8 @@ class AcceptedSockets:
             if found.family not in (socket.AF_INET, socket.AF_INET6) or found.getsockname()[1] != self._port:
                 return None
             host, port = found.getpeername()[:2]
-            if (host, port) == end:
-                found.shutdown(socket.SHUT_RDWR)
+            if act is not None and (host, port) == only:
+                act(found)
             return host, port
         except OSError:  # no socket, or not connected any more
             return None
@@ -73,6 +88,10 @@ class AcceptedSockets:
             if found is not None:
                 found.detach()
             os.dup2(self._nothing, self._reserve, inheritable=False)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_RDWR)
 
 
 def hung_up(kept: socket.socket) -> bool:

@@ -6,7 +6,7 @@ The receiver takes them in that order, and drops those that it has had (`Receive
 the kept messages first. Acknowledgements are cumulative and ride on every control message, for all connections at once:
 
     control message:  serial (8 bytes), number of connections (2), the count received of each (8 each), the message
-    payload message:  serial (8 bytes), the message; the payload is the next frame
+    payload message:  serial (8 bytes), the message; the payload is the next frame (both sealed: `sealing`)
 
 Serial 0 is for messages that need not arrive: heartbeats, acknowledgements and the last word to a peer that is lost.
 
@@ -76,15 +76,14 @@ def split_control(data: memoryview) -> tuple[int, tuple[int, ...], memoryview]:
         raise WireError(f"a control message of {len(data)} bytes is too short") from None
 
 
-def split_payload_head(data: memoryview) -> tuple[int, memoryview]:
-    """Splits a payload's head into serial and the message itself.
-
-    Raises:
-        WireError: it is too short for that.
-    """
-    if len(data) < _SERIAL.size:
-        raise WireError(f"a message of {len(data)} bytes is too short")
+def split_payload_head(data: bytes) -> tuple[int, bytes]:
+    """Splits a payload's head into serial and the message itself."""
     return _SERIAL.unpack_from(data)[0], data[_SERIAL.size :]
+
+
+def payload_nbytes(body: bytes | memoryview, payload: bytes | memoryview) -> int:
+    """Returns the bytes of a payload message as both ends count them: without what seals it."""
+    return _SERIAL.size + len(body) + len(payload)
 
 
 class Kept(NamedTuple):
@@ -205,7 +204,7 @@ class _Message:
 
     @property
     def nbytes(self) -> int:
-        return _SERIAL.size + len(self.body) + len(self.payload)
+        return payload_nbytes(self.body, self.payload)
 
     @property
     def copied(self) -> int:
@@ -268,7 +267,7 @@ class Sending:
         """Sends a message, now or when it is its turn; returns whether it has left. `borrowed`: the payload's memory is
         somebody else's."""
         self._numbers += 1
-        if not self._waiting and (link := self._link_for(_SERIAL.size + len(body) + len(payload))) is not None:
+        if not self._waiting and (link := self._link_for(payload_nbytes(body, payload))) is not None:
             self._post(link, body, payload, borrowed, about)
             return True
         return self._queue(urgency, _Message(self._numbers, body, payload, borrowed, about))

@@ -18,12 +18,15 @@ from functools import partial
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from fusion_rt import wire
 from fusion_rt.host.bootstrap import Endpoint
 from fusiond.core.errors import NO_ROOM
 from fusiond.host.loop import EventLoop
-from fusiond.transport.delivery import SendWindow
+from fusiond.transport.delivery import SendWindow, payload_head, split_payload_head
+from fusiond.transport.sealing import AES, Sealer
 from fusiond.transport.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, Sockets, bracketed
 
+_GREETING = payload_head(0) + wire.encode(wire.Heartbeat())
 _log = logging.getLogger("fusiond")
 COPY_BELOW = 512 * 1024  # bytes; libzmq gets a copy of a smaller payload, which costs less than not to copy it
 _FIRST_SIGN = 2.0  # seconds in which libzmq says that it has begun with an attempt
@@ -38,7 +41,7 @@ class Events:
     Attributes:
         stands: its handshake is done, and the kept messages have been sent again.
         broke: it stood, and has broken.
-        wants: it is to be opened (again); with a new token, if it needs one.
+        wants: it is to be opened (again); with a new ticket, if it needs one.
         refused: the connection is refused for a while (without a sentence), or this node's key is (with one).
     """
 
@@ -57,6 +60,7 @@ class Link:
         down_since: when it broke (s, of `clock`); None while it stands, and before it first stood.
         reconnections: how often it came back.
         resent: messages sent again.
+        cipher: of payloads, from the next attempt on.
         stood: it has stood.
         trouble: address, port and error of an attempt that failed to make it again, if the last one did.
     """
@@ -84,7 +88,8 @@ class Link:
         self._clock = clock
         self._endpoint = endpoint
         self._port = endpoint.payload_port if number else endpoint.control_port
-        self._encrypted = not number or sockets.encrypts_payload(endpoint.address)
+        self.cipher = AES
+        self._sealer: Sealer | None = None
         self._tell = events
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
@@ -102,12 +107,12 @@ class Link:
         """Name of the link in messages to people."""
         return f"payload connection {self.number}" if self.number else "control connection"
 
-    def open(self, token: bytes = b"") -> None:
-        """Makes one attempt; `token`: for payloads, the routing id that the peer has given for it."""
+    def open(self, ticket: wire.Ticket | None = None) -> None:
+        """Makes one attempt; `ticket`: for payloads, what the peer has given for it."""
         if self._closed or self._socket is not None:
             return
         try:
-            self._socket, self._monitor = self._sockets.outbox(self._endpoint, self._encrypted, token)
+            self._socket, self._monitor = self._sockets.outbox(self._endpoint, ticket.token if ticket else b"")
         except zmq.ZMQError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -117,6 +122,9 @@ class Link:
             self._waits_for_room = True
             self._loop.call_later(_AGAIN, self._want)
             return
+        if ticket is not None:
+            encrypts = self._sockets.encrypts_payload(self._endpoint.address)
+            self._sealer = Sealer(ticket.secret, encrypts, self.cipher)
         self._waits_for_room = False
         self._attempt_begun = False
         self._loop.call_later(_FIRST_SIGN, partial(self._check_attempt, self._socket))
@@ -138,8 +146,10 @@ class Link:
             if payload is None:
                 _send_in_frames(self._socket, frame)
             else:
-                self._socket.send(frame, MORE)
-                self._socket.send(payload, NOW, copy=len(payload) < COPY_BELOW)
+                assert self._sealer is not None
+                head, sealed = self._sealer.seal(*split_payload_head(frame), payload)
+                self._socket.send(head, MORE)
+                self._socket.send(sealed, NOW, copy=len(sealed) < COPY_BELOW)
         except zmq.Again:  # libzmq has seen the end of it before its monitor has told us
             self.stands = False
             self._loop.call_soon(self._broke)
@@ -201,6 +211,8 @@ class Link:
                     self.send(kept.frame)
             self.last_word(self._last_word)
             return
+        if self.number:
+            self.send(_GREETING, b"")
         for kept in self.out.unacknowledged():
             self.send(kept.frame, kept.payload)
             if not self.stands:

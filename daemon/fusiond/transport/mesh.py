@@ -6,14 +6,14 @@ never delays a heartbeat, and the two directions between a pair of nodes are ind
 
 The control channel is always under CURVE, with a `KeyGate` for the job's keys; the sender of a message is read from the
 key that was admitted. Payload connections are known by their routing id, a random token that the receiver issued to
-this peer over the control channel for one connection (`Tokens`); they are under CURVE too, unless encryption is
-`control`.
+this peer over the control channel for one connection (`Tokens`), with a secret by which its messages are sealed
+(`sealing`).
 
 A connection that breaks is made again, and every message still arrives exactly once and in order (`delivery`). The
-sender of a broken payload connection asks with `Reopen`, and is told a new token and what has come. A peer is lost when
-its process has closed its connection and its port has no listener any more, when its event loop has been silent for
-too long (`suspicion`), when a connection cannot be made again in that time, or when it does not take its messages. A
-refusal alone says nothing about a process: it may be a firewall's, and is waited for as any other cut is. What a lost
+sender of a broken payload connection asks with `Reopen`, and is told a new ticket and what has come. A peer is lost
+when its process has closed its connection and its port has no listener any more, when its event loop has been silent
+for too long (`suspicion`), when a connection cannot be made again in that time, or when it does not take its messages.
+A refusal alone says nothing about a process: it may be a firewall's, and is waited for as any other cut is. What a lost
 peer sends from then on is fenced: dropped and counted; it cannot connect again, and is told so if it can be told.
 
 In an elastic job peers come and go (`reform`). Each daemon that is admitted has an id of its own, so that what comes
@@ -49,6 +49,7 @@ from fusiond.transport.flow_control import BORROW_FROM
 from fusiond.transport.links import Events, Link
 from fusiond.transport.peers import AwakeClock, Peer, Suspicion
 from fusiond.transport.reception import Reception
+from fusiond.transport.sealing import AES, CHACHA, has_aes_here
 from fusiond.transport.sockets import LINGER, Sockets
 
 _CLOSED = "its connection was closed"
@@ -56,7 +57,6 @@ _NOT_WANTED = "this node's daemon is not in the membership epoch that begins"
 _ELASTIC_NODES = 1024  # of an elastic job at a time: libzmq wants to know beforehand
 _LONGEST_VALUE = 200  # characters of a setting's value in the first message to a peer
 _LOOK = 0.25  # seconds between looks for silent peers, at most
-_GREETING = delivery.payload_head(0) + wire.encode(wire.Heartbeat())
 
 
 class MeshEvents(Protocol):
@@ -107,6 +107,7 @@ class Mesh:
         self._admitted: dict[int, Peer] = {}  # the same, by id
         self._ids = itertools.count()
         self._connects = False  # it has begun to
+        self._aes = has_aes_here()
         self._look_every = min(_LOOK, settings.heartbeat_interval)
         self._awake = AwakeClock(loop.clock, self._look_every)
         self._at_first = settings.connections or 1
@@ -182,8 +183,8 @@ class Mesh:
         self._reception.start()
         for peer in new:
             numbers = range(1, len(peer.incoming))
-            tokens = tuple(self._reception.issue(peer, number) for number in numbers)
-            self.send(peer.node, self._hello(tokens))
+            tickets = tuple(self._reception.issue(peer, number) for number in numbers)
+            self.send(peer.node, self._hello(tickets))
             peer.control.open()
         if not self._connects:
             self._connects = True
@@ -345,6 +346,7 @@ class Mesh:
 
     def _add_link(self, peer: Peer, number: int) -> Link:
         link = Link(self._loop, self._sockets, self._awake, peer.endpoint, number, self._events)
+        link.cipher = peer.cipher
         peer.add_link(link, self._settings.heartbeat_interval, self._awake())
         return link
 
@@ -358,7 +360,6 @@ class Mesh:
         if peer is None:
             return
         if link.number:
-            link.send(_GREETING, b"")
             peer.sending.go_on()
         elif link.down_since is not None:  # acknowledgements may have been lost with the connection
             peer.mention(wire.Ack())
@@ -441,8 +442,8 @@ class Mesh:
             raise WireError(f"it has no connection {asked.number}")
         while len(peer.incoming) <= asked.number:
             peer.incoming.append(ReceiveWindow())
-        token = self._reception.issue(peer, asked.number)
-        self.send(peer.node, wire.Reopened(asked.number, token, peer.incoming[asked.number].received))
+        ticket = self._reception.issue(peer, asked.number)
+        self.send(peer.node, wire.Reopened(asked.number, ticket, peer.incoming[asked.number].received))
 
     def _reopened(self, peer: Peer, answer: wire.Reopened) -> None:
         if answer.number >= len(peer.links):
@@ -450,7 +451,7 @@ class Mesh:
         link = peer.links[answer.number]
         link.out.acknowledge(answer.received)
         peer.sending.go_on()
-        link.open(answer.token)
+        link.open(answer.ticket)
 
     def _leaving(self, peer: Peer, message: wire.Leaving) -> None:
         peer.leaving = True
@@ -461,9 +462,9 @@ class Mesh:
     def _shared(self) -> dict[str, str]:
         return {knob.variable: shortened(str(getattr(self._settings, knob.name))) for knob in SHARED}
 
-    def _hello(self, tokens: tuple[bytes, ...]) -> wire.PeerHello:
-        job, node = self._config.job, self._config.node
-        return wire.PeerHello(wire.PROTOCOL_VERSION, job, node, tokens, wire.peer_schema(), self._shared)
+    def _hello(self, tickets: tuple[wire.Ticket, ...]) -> wire.PeerHello:
+        hello = (wire.PROTOCOL_VERSION, self._config.job, self._config.node, tickets, self._aes)
+        return wire.PeerHello(*hello, wire.peer_schema(), self._shared)
 
     def _greet(self, peer: Peer, hello: wire.PeerHello) -> None:
         mine = self._hello(())
@@ -476,15 +477,16 @@ class Mesh:
             named = ", ".join(f"{name}={hello.shared.get(name)} (here {mine.shared[name]})" for name in differing)
             raise WireError(f"it was started with other settings than this host: {named}; give all hosts the same")
         ours = (wire.PROTOCOL_VERSION, self._config.job, peer.node, self._at_first)
-        theirs = (hello.version, hello.job, hello.node, len(hello.tokens))
+        theirs = (hello.version, hello.job, hello.node, len(hello.tickets))
         if theirs != ours or peer.greeted:
             raise WireError(
                 f"it says that it is (version, job, node, connections) {theirs}, where {ours} was expected; "
                 "all hosts need the same version and settings"
             )
         peer.greeted = True
-        for number, token in enumerate(hello.tokens, 1):
-            self._add_link(peer, number).open(token)
+        peer.cipher = AES if self._aes and hello.aes else CHACHA
+        for number, ticket in enumerate(hello.tickets, 1):
+            self._add_link(peer, number).open(ticket)
 
     # --- liveness -----------------------------------------------------------------------------------------------------
 
@@ -509,10 +511,11 @@ class Mesh:
         self._trace.record(Kind.CLOCK, "", measured.offset, 0, 0, trip, peer.node)
 
     def _look(self) -> None:
-        """Looks for peers that are silent, and for slow ones."""
+        """Looks for peers that are silent, for slow ones, and for connections that have been taken over."""
         now = self._awake()
         if self._closed:
             return
+        self._reception.look()
         for peer in list(self._peers.values()):
             if peer.lost or not peer.watched:
                 continue

@@ -32,6 +32,7 @@ from fusiond.transport import delivery
 from fusiond.transport.delivery import ReceiveWindow, Sending
 from fusiond.transport.distance import Pipe
 from fusiond.transport.links import Link
+from fusiond.transport.sealing import AES
 
 _log = logging.getLogger("fusiond")
 PHI = 12.0  # at most one heartbeat in 10**12 comes that late
@@ -208,6 +209,7 @@ class Peer:
         probed_bytes: of those sent, the ones that measured the link.
         owed, owed_bytes: received, with frames, since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
+        cipher: of payloads to it.
         stride: largest number of connections that it may have in one direction.
         pipe: limits the bytes under way to it, where it is far.
     """
@@ -239,6 +241,7 @@ class Peer:
     probed_bytes: int = 0
     received_chunks: int = 0
     received_bytes: int = 0
+    cipher: int = AES
     stride: int = 1
     pipe: Pipe | None = None
 

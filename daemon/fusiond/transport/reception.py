@@ -1,18 +1,24 @@
 """Reception from peers: it admits them, and finds a message's sender and whether it is new.
 
 A payload connection is known by its routing id, a random *token* that this node has told one peer over the control
-channel, for one of its connections; it is good for one connection of TCP. When that breaks, the peer gets another one.
-A token that comes on a second connection, or was replaced, is refused. Connections are told apart by the descriptor
-that libzmq reads them from.
+channel, for one of its connections; it is good for one connection of TCP. With it goes a secret, from which the keys of
+that connection follow (`sealing`). When it breaks, the peer gets others. A connection is ended here when a message on
+it is not as the peer sent it, and the peer sends that message again on the next one. A token that comes on a second
+connection, or was replaced, is refused. Connections are told apart by the descriptor that libzmq reads them from.
+
+A token is not encrypted on its way. Somebody who cuts its connection off, or takes it over, can send frames of which no
+message is made, and libzmq keeps the frames of a message until the last one has come. So a payload connection is ended
+also when more has arrived on it than a peer may have under way (`Inbox.look`).
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 import socket as sockets_of_python
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,14 +37,19 @@ from fusiond.host.loop import EventLoop
 from fusiond.transport import delivery, probe
 from fusiond.transport.accepted_sockets import AcceptedSockets, Address, hung_up
 from fusiond.transport.peers import AwakeClock, Peer
+from fusiond.transport.sealing import Damaged, Opener, new_secret
 from fusiond.transport.sockets import CONTROL_FRAME, MAX_HEADER, NOW, Socket, Sockets
 from fusiond.transport.zap import KeyGate
 
+_log = logging.getLogger("fusiond")
 _REMEMBERED = 1024  # replaced tokens, which tell late messages from those of strangers
 _UNNUMBERED = (wire.Heartbeat, wire.Ack, wire.GivenUp)
 _WITH_PAYLOAD = (wire.Chunk, wire.Piece, wire.Probe)
 _STRANGERS_OF_HOST, _STRANGERS = 16, 64  # unauthenticated connections that are left open, from one host and in all
 _FRAMES = 2 + wire.MAX_MESSAGE // CONTROL_FRAME  # of a message that a stranger may send, its first one not counted
+_SHORT_HEAD, _LONG_HEAD = 2, 9  # bytes of ZMTP in front of a frame of less than 256 bytes, and of a longer one
+_UNDER_WAY = 4  # times the credit of a connection, that may have arrived on it and not been taken
+_ANY_CREDIT = 128 * 1024 * 1024  # bytes, where it is not limited
 _BATCH = 32  # messages taken before other events get their turn, and seconds in which they are
 _SECONDS = 1e-3
 Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
@@ -46,38 +57,48 @@ Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
 
 @dataclass(slots=True)
 class Holder:
-    """Holder of a token: connection `number` of the peer that was admitted as `id`; `descriptor`: where it came first,
-    -1 until then."""
+    """Holder of a token: connection `number` of the peer that was admitted as `id`; `opener`: opens its messages;
+    `descriptor`: where it came first, -1 until then."""
 
     id: int
     number: int
     token: bytes
+    opener: Opener
     descriptor: int = -1
 
 
 class Tokens:
-    """All tokens of this node. `stale`: messages refused because their token had been used up or replaced."""
+    """All tokens of this node.
 
-    def __init__(self) -> None:
+    Args:
+        encrypts: payloads come encrypted.
+
+    Attributes:
+        stale: messages refused because their token had been used up or replaced.
+    """
+
+    def __init__(self, encrypts: bool = True) -> None:
+        self._encrypts = encrypts
         self._holders: dict[bytes, Holder] = {}
         self._current: dict[tuple[int, int], Holder] = {}
         self._old: set[bytes] = set()
         self._old_order: deque[bytes] = deque()
         self.stale = 0
 
-    def issue(self, id: int, number: int) -> bytes:
-        """Returns a new token for a peer's connection, which replaces the one that it had."""
+    def issue(self, id: int, number: int) -> wire.Ticket:
+        """Returns a new token for a peer's connection, which replaces the one that it had, and a secret."""
         before = self._current.get((id, number))
         if before is not None:
-            self._end(before)
-        holder = Holder(id, number, secrets.token_bytes(16))
+            self.end(before)
+        ticket = wire.Ticket(secrets.token_bytes(16), new_secret())
+        holder = Holder(id, number, ticket.token, Opener(ticket.secret, self._encrypts))
         self._holders[holder.token] = self._current[id, number] = holder
-        return holder.token
+        return ticket
 
     def forget(self, id: int) -> None:
         """Ends all tokens of a peer."""
         for key in [key for key in self._current if key[0] == id]:
-            self._end(self._current.pop(key))
+            self.end(self._current.pop(key))
 
     def holder(self, token: bytes, descriptor: int) -> Holder | None:
         """Returns the holder of a token that came on this descriptor (negative if unknown); None if it is nobody's,
@@ -107,7 +128,8 @@ class Tokens:
         """Returns whether it is, or was, a token of this node's."""
         return token in self._old or token in self._holders
 
-    def _end(self, holder: Holder) -> None:
+    def end(self, holder: Holder) -> None:
+        """Refuses what comes with a token from now on."""
         if self._holders.pop(holder.token, None) is not None:
             self._old.add(holder.token)
             self._old_order.append(holder.token)
@@ -142,6 +164,7 @@ class Inbox:
         self._kept: dict[int, tuple[sockets_of_python.socket, Callable[[], None]]] = {}  # of them
         self._pending: Pending[int] = Pending(_STRANGERS, _STRANGERS_OF_HOST)
         self._addresses: dict[int, Address] = {}  # of the pending ones
+        self._taken: dict[int, int] = {}  # bytes of messages, by connection, where they are counted
         self._accepted_sockets = connections
         self._started = self._closed = False
         self._look_at(monitor, self._watch)  # from now on: the port is open to strangers before it is to peers
@@ -180,6 +203,12 @@ class Inbox:
         self._peers[descriptor] = self._addresses.get(descriptor)
         self._forget(descriptor)
 
+    def took(self, descriptor: int, frames: Sequence[zmq.Frame]) -> None:
+        """Notes a message that came on a connection, for `look`."""
+        sizes = map(len, frames)
+        nbytes = sum(size + (_SHORT_HEAD if size < 256 else _LONG_HEAD) for size in sizes)
+        self._taken[descriptor] = self._taken.get(descriptor, 0) + nbytes
+
     def call_when_hung_up(self, descriptor: int, then: Callable[[], None]) -> None:
         """Calls back when the process at the other end has closed a connection, and not the network."""
         self._close_kept(descriptor)
@@ -188,10 +217,17 @@ class Inbox:
             self._kept[descriptor] = kept, then
 
     def end(self, descriptor: int) -> None:
-        """Ends a peer's connection, if it has not ended yet."""
-        address = self._peers.get(descriptor)
+        """Ends a connection that was admitted, if it has not ended yet."""
+        address = self._peers.get(descriptor) or self._addresses.get(descriptor)
         if address is not None:
             self._accepted_sockets.shut_down(descriptor, address)
+
+    def look(self, most: int) -> None:
+        """Ends the connections on which `most` bytes more have arrived than messages were taken from them."""
+        for descriptor, address in (*self._peers.items(), *self._addresses.items()):
+            arrived = self._accepted_sockets.arrived(descriptor, address) if address is not None else 0
+            if arrived - self._taken.get(descriptor, 0) > most:
+                self.end(descriptor)
 
     def _drain(self) -> None:
         until = self._loop.clock() + _SECONDS
@@ -226,6 +262,7 @@ class Inbox:
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 descriptor = int(event["value"])
                 self._forget(descriptor)
+                self._taken.pop(descriptor, None)
                 self._close_kept(descriptor)
                 if descriptor in self._peers:
                     del self._peers[descriptor]
@@ -274,6 +311,7 @@ class Reception:
         tokens: of payload connections.
         ports: for control messages and for payloads.
         dropped: messages without a known sender, or that made no sense.
+        damaged: payload messages that were not as a peer had sent them.
 
     Raises:
         zmq.ZMQError: the address cannot be listened on.
@@ -291,9 +329,9 @@ class Reception:
         trace: Instrument,
     ) -> None:
         self.on_message: Callable[..., None] = lambda node, message, *payload: None
-        self.tokens = Tokens()
+        self.tokens = Tokens(sockets.encrypts)
         self.gate = KeyGate(sockets.context, self.tokens.id_of_new)
-        self.dropped = 0
+        self.dropped = self.damaged = 0
         self._loop = loop
         self._peers = peers
         self._handlers = handlers
@@ -302,6 +340,7 @@ class Reception:
         self._trace = trace
         self._started = False
         self._controls: dict[int, Peer] = {}  # by the descriptor of the peer's last control connection to this node
+        self._credit = settings.link_credit or _ANY_CREDIT
         self._expected: dict[tuple[int, int], str] = {}  # connections that are to come: their peer, number and address
         control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
@@ -327,8 +366,8 @@ class Reception:
         self.gate.allow(peer.endpoint.public_key, peer.id)
         self._expect(peer, 0)
 
-    def issue(self, peer: Peer, number: int) -> bytes:
-        """Returns a new token for a peer's payload connection, and expects that."""
+    def issue(self, peer: Peer, number: int) -> wire.Ticket:
+        """Returns a new ticket for a peer's payload connection, and expects that."""
         self._expect(peer, number)
         return self.tokens.issue(peer.id, number)
 
@@ -352,6 +391,10 @@ class Reception:
             self._loop.remove(self.gate.socket.fileno())
         self._control.close()
         self._payload.close()
+
+    def look(self) -> None:
+        """Ends payload connections on which more arrives than a peer sends; to be called several times a second."""
+        self._payload.look(_UNDER_WAY * self._credit)
 
     def _inbox(self, number: int) -> Inbox:
         return self._payload if number else self._control
@@ -383,13 +426,15 @@ class Reception:
 
     def statistics(self) -> dict[str, object]:
         """Returns keys `admitted` and `refused`; connections `accepted`, and of these `strangers`' that ended; messages
-        `dropped` because they had no known sender or made no sense, and `stale` ones whose token was used up."""
+        `dropped` because they had no known sender or made no sense, `damaged` ones that were not as they had been sent,
+        and `stale` ones whose token was used up."""
         return {
             "admitted": self.gate.admitted,
             "refused": self.gate.refused,
             "accepted": self._control.accepted + self._payload.accepted,
             "strangers": self._control.strangers + self._payload.strangers,
             "dropped": self.dropped,
+            "damaged": self.damaged,
             "stale": self.tokens.stale,
         }
 
@@ -430,6 +475,7 @@ class Reception:
 
     def _take_payload(self, routing_id: bytes, frame: zmq.Frame, rest: list[zmq.Frame]) -> None:
         descriptor = descriptor_of(frame)
+        self._payload.took(descriptor, (frame, *rest))
         holder = self.tokens.holder(routing_id, descriptor)
         if holder is None:
             self.dropped += not self.tokens.is_stale(routing_id)
@@ -439,19 +485,33 @@ class Reception:
             return
         try:
             if len(rest) != 1 or len(frame.buffer) > MAX_HEADER:
-                raise WireError("not a header and a payload")
-            serial, body = delivery.split_payload_head(frame.buffer)
+                raise Damaged("not a head and a payload")
+            serial, body, payload = holder.opener.open(frame.buffer, rest[0].buffer)
             message = wire.decode_peer_message(body)
             if isinstance(message, _WITH_PAYLOAD) != bool(serial):
                 raise WireError(f"{type(message).__name__} does not come with a payload")
+        except Damaged as damage:
+            self._end_damaged(peer, holder, descriptor, damage)
+            return
         except WireError:
             self.dropped += 1
             return
         if not serial:  # the first one on a connection
             self._heard(peer, holder.number, descriptor)
             return
-        payload = rest[0].buffer
-        self._hand_on(peer, holder.number, serial, len(frame.buffer) + len(payload), message, payload)
+        nbytes = delivery.payload_nbytes(body, payload)
+        self._hand_on(peer, holder.number, serial, nbytes, message, payload)
+
+    def _end_damaged(self, peer: Peer, holder: Holder, descriptor: int, damage: Damaged) -> None:
+        """Ends a connection on which bytes came that its peer has not sent: the peer makes another one."""
+        self.damaged += 1
+        self.tokens.end(holder)
+        self._payload.end(descriptor)
+        _log.warning(
+            "payload connection %d from node %d (host %s) was ended, to be made again: %s. Bytes change on the way "
+            "between the hosts: hardware is faulty, or the network is hostile",
+            holder.number, peer.node, peer.host, damage,
+        )  # fmt: skip
 
     def _hand_on(
         self, peer: Peer, number: int, serial: int, nbytes: int, message: wire.PeerMessage, *payload: memoryview

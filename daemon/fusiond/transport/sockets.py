@@ -61,6 +61,9 @@ class Sockets:
         settings: I/O threads, time-outs, encryption.
         address: where this node listens.
         nodes: how many there are.
+
+    Attributes:
+        encrypts: payloads to this node come encrypted.
     """
 
     def __init__(self, settings: Settings, address: str, nodes: int) -> None:
@@ -71,6 +74,7 @@ class Sockets:
         self._settings = settings
         self._address = address
         self._serial = itertools.count()
+        self.encrypts = self.encrypts_payload(address)
 
     def encrypts_payload(self, address: str) -> bool:
         """Returns whether the node that listens on `address` encrypts payloads; both ends ask, so that they agree."""
@@ -85,17 +89,17 @@ class Sockets:
             zmq.ZMQError: it cannot listen.
             FusionError: all ports that it may listen on are taken.
         """
-        return self._inbox(MAX_UNKNOWN, _CONTROL_QUEUE, encrypted=True)
+        return self._inbox(MAX_UNKNOWN, _CONTROL_QUEUE, curve=True)
 
     def payload_inbox(self, max_message: int) -> tuple[Socket, int]:
         """Returns a listening socket for messages with payloads of at most `max_message` bytes, and its port.
 
         Raises: as `control_inbox`.
         """
-        return self._inbox(max_message + MAX_HEADER, _PAYLOAD_QUEUE, self.encrypts_payload(self._address))
+        return self._inbox(max_message + MAX_HEADER, _PAYLOAD_QUEUE, curve=False)
 
-    def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> tuple[Socket, Socket]:
-        """Returns a socket to be connected to a peer, and its monitor; `token`: its routing id there.
+    def outbox(self, endpoint: Endpoint, token: bytes = b"") -> tuple[Socket, Socket]:
+        """Returns a socket to be connected to a peer, and its monitor; `token`: of payloads, its routing id there.
 
         Raises:
             zmq.ZMQError: there are no descriptors or memory for them.
@@ -105,13 +109,12 @@ class Sockets:
         socket.rcvhwm = 1
         socket.maxmsgsize = MAX_HEADER  # nothing is ever received here
         socket.ipv6 = 1 if ":" in endpoint.address else 0
-        if token:
-            socket.routing_id = token
-        if encrypted:
+        if not token:
             socket.curve_serverkey = endpoint.public_key.encode()
             socket.curve_publickey = self.public
             socket.curve_secretkey = self._secret
-        else:
+        else:  # messages are sealed before libzmq gets them (`sealing`)
+            socket.routing_id = token
             socket.plain_username = b"fusion_rt"
             socket.plain_password = token
         try:
@@ -134,14 +137,14 @@ class Sockets:
         """Returns the connections of a listening socket."""
         return AcceptedSockets(inbox)
 
-    def _inbox(self, max_frame: int, queue: int, encrypted: bool) -> tuple[Socket, int]:
+    def _inbox(self, max_frame: int, queue: int, curve: bool) -> tuple[Socket, int]:
         socket = self.context.socket(zmq.ROUTER)
         self._set_options(socket)
         socket.rcvhwm = queue
         socket.maxmsgsize = max_frame
         socket.backlog = _BACKLOG
         socket.router_handover = 0
-        if encrypted:
+        if curve:
             socket.curve_server = 1
             socket.curve_secretkey = self._secret
         else:  # so that nothing of a connection is taken before its token was looked at

@@ -168,8 +168,7 @@ def test_heads_are_read_as_they_were_written(serial: int, received: list[int], m
     data = delivery.control_head(serial, received) + message
     *head, rest = delivery.split_control(memoryview(data))
     assert (*head, bytes(rest)) == (serial, tuple(received), message)
-    found, rest = delivery.split_payload_head(memoryview(delivery.payload_head(serial) + message))
-    assert (found, bytes(rest)) == (serial, message)
+    assert delivery.split_payload_head(delivery.payload_head(serial) + message) == (serial, message)
 
 
 @given(st.binary(max_size=200))
@@ -182,6 +181,3 @@ def test_any_bytes_are_a_head_or_an_error(data: bytes) -> None:
         _, received, message = delivery.split_control(memoryview(data))
         assert len(received) == declared
         assert len(message) == len(data) - 10 - 8 * declared
-    if len(data) < 8:
-        with pytest.raises(WireError, match="too short"):
-            delivery.split_payload_head(memoryview(data))

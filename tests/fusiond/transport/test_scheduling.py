@@ -89,7 +89,7 @@ class Network:
 
     def receive(self, node: int, frame: bytes, payload: bytes) -> None:
         """A chunk has come to a node; one of an operation that has not begun there would wait, and there is none."""
-        message = wire.decode_peer_message(delivery.split_payload_head(memoryview(frame))[1])
+        message = wire.decode_peer_message(delivery.split_payload_head(frame)[1])
         assert isinstance(message, wire.Chunk)
         ring, port = self._rings[message.key.name, node]
         left = (node - 1) % NODES

@@ -37,7 +37,7 @@ class Line:
     def receive(self, count: int = 1) -> None:
         """The peer takes messages, and says so."""
         for kept in list(self.out.unacknowledged())[:count]:
-            serial, _ = delivery.split_payload_head(memoryview(kept.frame))
+            serial, _ = delivery.split_payload_head(kept.frame)
             assert self._incoming.accept(serial)
             assert kept.payload is not None
             self.received.append(bytes(kept.payload))

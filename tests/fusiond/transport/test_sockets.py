@@ -7,7 +7,7 @@ import selectors
 import socket
 import struct
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import zmq
@@ -15,7 +15,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.settings import Settings
+from fusiond.host.loop import EventLoop
 from fusiond.transport import sockets
+from fusiond.transport.reception import Inbox, Tokens
 from fusiond.transport.zap import KeyGate
 
 TIMEOUT_S = 60.0
@@ -80,7 +82,7 @@ def test_nobody_is_admitted_while_nobody_asks_for_keys() -> None:
     try:
         _, port = server.control_inbox()
         endpoint = Endpoint(0, 1, "127.0.0.1", port, port, server.public.decode())
-        outbox, monitor = client.outbox(endpoint, encrypted=True)
+        outbox, monitor = client.outbox(endpoint)
         outbox.connect(f"tcp://127.0.0.1:{port}")
         event = zmq.EVENT_CONNECTED
         while event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_DELAYED):
@@ -90,6 +92,46 @@ def test_nobody_is_admitted_while_nobody_asks_for_keys() -> None:
     finally:
         for each in (client, server):
             each.context.destroy(linger=0)
+
+
+def test_who_takes_a_connection_over_cannot_fill_memory_with_a_message_without_an_end() -> None:
+    """A token is read on its way, and used first. Nothing that comes with it is a peer's, but libzmq keeps it."""
+    most, loop = 4 << 20, EventLoop()
+    made, tokens = sockets.Sockets(Settings(encryption="all"), "127.0.0.1", 2), Tokens()
+    gate = KeyGate(made.context, tokens.id_of_new)
+    listener, port = made.payload_inbox(1 << 20)
+    taken: list[bytes] = []
+    inbox = Inbox(loop, listener, made.monitor(listener), made.accepted(listener), lambda *it: taken.append(it[0]))
+    inbox.start()
+    loop.add_reader(gate.socket.fileno(), gate.answer)
+    loop.call_every(0.01, lambda: inbox.look(most))
+    token = tokens.issue(1, 1).token
+    ready = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 16) + token
+    piece = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)  # a frame, with more to come
+    left, sent, heard = command(b"INITIATE", ready), 0, b""
+    deadline = time.monotonic() + TIMEOUT_S
+    with socket.create_connection(("127.0.0.1", port)) as thief:
+        thief.sendall(PLAIN + command(b"HELLO", b"\x01f\x10" + token))
+        thief.setblocking(False)
+        while True:
+            assert time.monotonic() < deadline, sent
+            with suppress(BlockingIOError):
+                try:
+                    if b"WELCOME" not in heard:
+                        loop.turn()
+                        heard += thief.recv(4096)
+                        continue
+                    count = thief.send(left)
+                except ConnectionError:
+                    break
+                sent, left = sent + count, left[count:] or piece
+            loop.turn()
+    assert gate.admitted == 1
+    assert sent > most
+    assert taken == []
+    inbox.close()
+    loop.close()
+    made.context.destroy(linger=0)
 
 
 def said_by(sock: socket.socket) -> bytes:

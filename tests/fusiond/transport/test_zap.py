@@ -61,7 +61,7 @@ def test_everything_else_is_refused_and_counted(gate: KeyGate, frames: list[byte
 def test_a_token_is_admitted_until_it_was_used(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokens = Tokens()
     gate = KeyGate(context, tokens.id_of_new)
-    token = tokens.issue(5, 0)
+    token = tokens.issue(5, 0).token
 
     def ask(password: bytes) -> list[bytes]:
         return gate._reply([*request(b"name", b"PLAIN"), password])
