@@ -90,11 +90,12 @@ class NextPlaces:
         """Finds the slots that are free for workers, on hosts that are fit; None if there is no place at all."""
         newcomers, staying = self._newcomers, self.staying
         hosts = self.available(self._hosts.is_fit)
-        begun = [place for place in newcomers.present if place not in staying]
-        unusable = {*staying, *begun} | newcomers.closed
+        has_state = {*staying}
+        begun = [place for place in newcomers.present if place not in has_state]
+        unusable = {*has_state, *begun} | newcomers.closed
         slots = [(host.name, slot) for host in hosts for slot in range(host.slots)]
         free = [place for place in slots if place not in unusable]
-        places = assign(hosts, staying, self._most, [*begun, *free], nodes=self._hosts.nodes)
+        places = assign(hosts, staying, self._most, [*begun, *free], nodes=[*self._hosts.nodes])
         if places is None:
             return None
         fit = {host.name for host in hosts}
@@ -111,7 +112,7 @@ class NextPlaces:
             if not here:
                 return None
             hosts = [replace(host, slots=min(host.slots, alive[host.name])) for host in here] + hosts
-        return assign(hosts, staying, self._most, joining, self._newcomers.given_up, self._hosts.nodes)
+        return assign(hosts, staying, self._most, joining, self._newcomers.given_up, [*self._hosts.nodes])
 
 
 class FirstStart:
@@ -145,7 +146,8 @@ class Epochs:
 
     Attributes:
         number: of the last epoch that has begun; the first is 1.
-        due: when `tick` has something to do, by the clock.
+        due: when `tick` has something to do, by the clock. Decisions are made there alone, once for all that has
+            happened at the same time: they take a while where there are many workers.
     """
 
     def __init__(
@@ -161,6 +163,8 @@ class Epochs:
         self._has_told = False  # that the job waits for workers
         self._heard_of: set[str] = set()  # hosts whose daemons have said that the last epoch is over
         self._split_at = math.inf  # when one of them first named a daemon that it had not reached as the epoch began
+        self._is_probe_due = False  # agents of workers that have not left are to be asked,
+        self._probed_at = -math.inf  # as they were last at this time
         self._over = False
         self.due = clock()
         self._hosts = HostStates(limits, control, clock)
@@ -191,12 +195,12 @@ class Epochs:
     def found(self, hosts: tuple[Host, ...]) -> None:
         """These are the hosts that there are now."""
         self._next.found = hosts
-        self._look()
+        self._decide_soon()
 
     def ready(self, host: str) -> None:
         """The agent of a host has passed its checks."""
         self._hosts.note_fit(host)
-        self._look()
+        self._decide_soon()
 
     def refused(self, failure: HostFailure) -> None:
         """A host is of no use: it is not fit, or does not answer. Its agent is ended."""
@@ -218,12 +222,12 @@ class Epochs:
             self._break()
         elif not self._none_is_left:  # else the job ends, and says why
             self._control.say(f"fusionrun: {in_short(failure)}; {left_out}")
-        self._look()
+        self._decide_soon()
 
     def daemon_up(self, host: str, serial: int, endpoint: Endpoint) -> None:
         """A daemon of a host listens."""
         self._hosts.note_up(host, serial, endpoint)
-        self._look()
+        self._decide_soon()
 
     def daemon_down(self, host: str, serial: int, failure: Failure) -> None:
         """A daemon has ended by itself. Its workers will find out, or have already; another one is started."""
@@ -245,12 +249,12 @@ class Epochs:
         else:
             self._control.say(f"fusionrun: {'; '.join(filter(None, (in_short(failure), left_out)))}")
         self._hosts.start_daemon(host)
-        self._look()
+        self._decide_soon()
 
     def reached(self, host: str, serial: int) -> None:
         """A host reaches the daemons of the others."""
         self._hosts.note_reach(host, serial)
-        self._look()
+        self._decide_soon()
 
     def started(self, host: str, number: int) -> None:
         """The daemon of a host says that every process of the epoch is up."""
@@ -259,25 +263,26 @@ class Epochs:
             if self._workers.is_up:
                 self._hosts.settle()
                 self._start.is_over = True
-                self._look()
+                self._decide_soon()
 
     def missed(self, host: str, number: int, nodes: tuple[int, ...]) -> None:
         """The epoch is over at the daemon of a host, which takes others for lost, or has not reached them."""
         places = self._workers.places
-        if number == self.number and places is not None and host in places.names:
+        if number == self.number and places is not None and places.has(host):
             self._heard_of.add(host)
             if nodes and not self._workers.is_up:
                 self._split_at = min(self._split_at, self._clock())
-            for name in places.names:
-                if places.node_of(name) in nodes:
-                    self._hosts.miss(name, host)
-            self._give_up_useless()
-            self._look()
+            names = places.topology.hosts
+            missed = [names[node] for node in nodes if node < len(names) and places.has(names[node])]
+            for name in missed:
+                self._hosts.miss(name, host)
+            self._give_up_useless(missed)
+            if not self._is_running:
+                self._decide_soon()
 
     def answered(self, host: str) -> None:
         """The agent of a host is there."""
         self._hosts.note_answer(host)
-        self._look()
 
     def asked(self, host: str, slot: int, number: int, error: str, is_unfit: bool = False) -> None:
         """A worker has left an epoch and asks for the next one, or a new one asks for its first; `error`: why, or empty
@@ -289,11 +294,13 @@ class Epochs:
         self._hosts.note_answer(host)
         if place in self._newcomers.present:
             if self._newcomers.ask(place):
-                self._look()
+                self._decide_soon()
         elif number == self.number and self._workers.leave(place, error, self._clock() + self._limits.leave):
             if error:
-                self._hosts.probe(self._workers.late())
-            self._look()
+                self._is_probe_due = True
+                self._probe_the_late()
+            if not self._workers.is_running:
+                self._decide_soon()
 
     def ended(self, host: str, slot: int, failure: Failure | None) -> None:
         """A worker has ended, well or with a failure."""
@@ -302,15 +309,15 @@ class Epochs:
             return
         if place in self._newcomers.present:
             self._newcomer_ended(place, failure)
-        elif place in self._workers.alive():
+        elif self._workers.is_alive(place):
             self._worker_ended(place, failure)
-        self._look()
+        self._decide_soon()
 
     def unused(self, host: str, slot: int) -> None:
         """A worker was ended because its epoch was abandoned; it had not begun with anything."""
-        if not self._over and (host, slot) in self._workers.alive():
-            self._workers.states[host, slot] = WorkerState.UNUSED
-            self._look()
+        if not self._over and self._workers.is_alive((host, slot)):
+            self._workers.put((host, slot), WorkerState.UNUSED)
+            self._decide_soon()
 
     def close(self) -> None:
         """The job is ended by somebody else: nothing is decided any more."""
@@ -323,11 +330,16 @@ class Epochs:
         now = self._clock()
         self.due = now + _TICK_S
         self._give_up_useless()
+        self._probe_the_late()
         if now >= self._workers.leave_until and self._is_running and not self._workers.is_finishing:
             self._end_the_late()
         for host, slot in self._newcomers.give_up(self._limits.begin):
             self._control.kill(host, [slot])
         self._look()
+
+    def _decide_soon(self) -> None:
+        """Something has happened that decisions depend on."""
+        self.due = min(self.due, self._clock())
 
     # Workers that end
 
@@ -380,8 +392,15 @@ class Epochs:
                 self._control.kill(host, slots)
         self._workers.leave_until = self._clock() + _KILL_S
 
-    def _give_up_useless(self) -> None:
-        for host, why in self._hosts.useless():
+    def _probe_the_late(self) -> None:
+        """Asks the agents of workers that have not left, though others have for an error, whether they are there. Not
+        at each error: thousands leave in the same moment."""
+        if self._is_probe_due and self._clock() >= self._probed_at + _TICK_S:
+            self._is_probe_due, self._probed_at = False, self._clock()
+            self._hosts.probe(self._workers.late())
+
+    def _give_up_useless(self, names: Iterable[str] | None = None) -> None:
+        for host, why in self._hosts.useless(names):
             self._give_up(host, why)
 
     def _give_up(self, host: str, reason: str) -> None:
@@ -418,14 +437,26 @@ class Epochs:
             return
         before = self._workers.places
         self._hosts.part(before.names if before is not None else ())
+        if first and not all(self._hosts.listens(host) for host in self._hosts.present):
+            self._wait_for_more(self._limits.wanted, "")
+            return
         places = self._next.who_have_asked() if self._start.is_over else self._next.all_slots(listening=True)
         need = self._limits.wanted if first else self._limits.least
-        still = first and not all(self._hosts.listens(host) for host in self._hosts.present)
-        are_enough = places is not None and places.size >= need
-        unfit = self._unfit.get(places.size, "") if places is not None and are_enough else ""
-        if places is not None and are_enough and not still and not unfit:
+        unfit = self._unfit.get(places.size, "") if places is not None else ""
+        if places is None or places.size < need:
+            self._wait_for_more(need, "")
+        elif unfit:
+            self._wait_for_more(need, unfit)
+        else:
             self._begin(places)
-            return
+
+    def _wait_for_more(self, need: int, unfit: str) -> None:
+        """Waits for more than the hosts and workers that there are, says so, and ends the job when that takes too long.
+
+        Args:
+            need: workers.
+            unfit: why as many as there are are of no use, or empty if there are too few.
+        """
         slots, limit = f"the slots there are ({self._slots()})", f"{self._limits.timeout:g} s (--elastic-timeout)"
         if self._clock() >= self._since + self._limits.timeout and not self._hosts.are_starting:
             lacks = f"the job needs {counted(need, 'worker')}, and {slots} did not suffice for {limit}"
@@ -474,12 +505,12 @@ class Epochs:
         asking = [*self._workers.alive(), *self._newcomers.present]
         self._see_off(places)
         endpoints = self._hosts.take_part(places.names)
-        before = self._workers.alive()
+        before = {*self._workers.alive()}
         for place in places.ranks:
             if place not in before:
                 self._newcomers.take(place)
         self._is_running, self._next.workers, self._is_abandoned = True, WorkerStates(places), False
-        self._heard_of, self._split_at = set(), math.inf
+        self._heard_of, self._split_at, self._is_probe_due = set(), math.inf, False
         self._control.begin(self.number, places, endpoints, [place for place in asking if place in places.ranks])
 
     def _see_off(self, places: Places) -> None:
@@ -532,10 +563,11 @@ class Epochs:
         """Connects to hosts that could take part, and lets go of those that do not."""
         wanted: set[str] = set()
         could = None if self._workers.is_finishing else self._next.all_slots()
+        found = {host.name: host for host in self._next.found}
         for name in could.names if could is not None else ():
             wanted.add(name)
             if name not in self._hosts.present:
-                self._hosts.connect(next(host for host in self._next.found if host.name == name))
+                self._hosts.connect(found[name])
         wanted.update(host for host, _ in self._workers.alive())
         if self._is_running and self._workers.places is not None:
             wanted.update(self._workers.places.names)
@@ -570,7 +602,7 @@ class Epochs:
 
     def _takes_part(self, host: str) -> bool:
         """Tells whether a host is in the epoch that runs."""
-        return self._is_running and self._workers.places is not None and host in self._workers.places.names
+        return self._is_running and self._workers.places is not None and self._workers.places.has(host)
 
     def _no_place(self, host: str) -> str:
         return f"host {host} has no place for this worker in membership epoch {self.number}"

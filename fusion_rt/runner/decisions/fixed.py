@@ -100,8 +100,8 @@ class Fixed:
 
     def ended(self, host: str, slot: int, failure: Failure | None) -> None:
         """A worker has ended, well or with a failure."""
-        if (host, slot) in self._workers.alive():
-            self._workers.states[host, slot] = WorkerState.FAILED if failure else WorkerState.DONE
+        if self._workers.is_alive((host, slot)):
+            self._workers.put((host, slot), WorkerState.FAILED if failure else WorkerState.DONE)
         if failure is not None:
             self._fail(failure)
         elif not self._workers.is_running and not self._workers.failures:

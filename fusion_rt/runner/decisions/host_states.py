@@ -59,7 +59,7 @@ class HostStates:
 
     Attributes:
         present: the hosts.
-        nodes: names of all hosts that there ever were, by node.
+        nodes: the number of each host that there ever was, in this order.
     """
 
     def __init__(self, limits: ElasticLimits, control: JobControl, clock: Callable[[], float]) -> None:
@@ -68,15 +68,15 @@ class HostStates:
         self._clock = clock
         self._serials: dict[str, int] = {}  # of the last daemon that was started on a host
         self._taking_part: dict[str, int] = {}  # the daemon of each host in the last epoch
-        self._misses: set[tuple[str, int, str, int]] = set()  # (accuser, its daemon, the accused) of each suspicion
+        # By an accused daemon (its host, its number): its accusers.
+        self._misses: dict[tuple[str, int], set[tuple[str, int]]] = {}
         self._apart: set[frozenset[str]] = set()  # hosts of which one took the other for lost since an epoch was up
         self.present: dict[str, HostState] = {}
-        self.nodes: list[str] = []
+        self.nodes: dict[str, int] = {}
 
     def connect(self, host: Host) -> None:
         """Starts the agent of a host."""
-        if host.name not in self.nodes:
-            self.nodes.append(host.name)
+        self.nodes.setdefault(host.name, len(self.nodes))
         self.present[host.name] = HostState(self._clock())
         self._control.connect(host)
 
@@ -98,7 +98,7 @@ class HostStates:
         state.daemon = self._serials[host] = self._serials.get(host, 0) + 1
         state.endpoint, state.is_in_reach, state.has_taken_part, state.is_stale = None, False, False, False
         state.listen_until = self._clock() + self._limits.start
-        self._control.start_daemon(host, self.nodes.index(host), state.daemon, tuple(self.nodes))
+        self._control.start_daemon(host, self.nodes[host], state.daemon, tuple(self.nodes))
         self._check_others()
 
     def is_fit(self, host: str) -> bool:
@@ -124,7 +124,9 @@ class HostStates:
 
     def _check_reach(self, host: str, state: HostState) -> None:
         """Has the agent of a host find out whether it reaches the daemons of the epoch."""
-        others = [one.endpoint for one in self.present.values() if one.has_taken_part and not one.is_stale]
+        # Only those of the last epoch have taken part and are not to be replaced.
+        epoch = [self.present[name] for name in self._taking_part if name in self.present]
+        others = [one.endpoint for one in epoch if one.has_taken_part and not one.is_stale]
         wanted = [endpoint for endpoint in others if endpoint is not None]
         state.is_in_reach = not wanted
         if wanted:
@@ -132,7 +134,7 @@ class HostStates:
 
     def _check_others(self) -> None:
         """Asks again for hosts that have not reached all daemons: some of these may be gone."""
-        for name, state in self.present.items():
+        for name, state in self.present.items() if self._taking_part else ():
             if state.endpoint is not None and not state.is_in_reach:
                 self._check_reach(name, state)
 
@@ -187,8 +189,8 @@ class HostStates:
         again. It may be silent because it stands still; then its own workers would wait for it for long."""
         if host != by and host in self._taking_part and by in self._taking_part:
             serial = self._taking_part[host]
-            is_news = not any(miss[2:] == (host, serial) for miss in self._misses)
-            self._misses.add((by, self._taking_part[by], host, serial))
+            is_news = (host, serial) not in self._misses
+            self._misses.setdefault((host, serial), set()).add((by, self._taking_part[by]))
             self._apart.add(frozenset((by, host)))
             self.probe([host])
             if is_news and host in self.present and self.present[host].daemon == serial:
@@ -211,14 +213,17 @@ class HostStates:
     def _at_odds(self) -> set[frozenset[str]]:
         """Pairs of hosts of which one's present daemon takes the other's for lost."""
         present = {(name, state.daemon) for name, state in self.present.items() if not state.is_stale}
-        self._misses = {one for one in self._misses if {one[:2], one[2:]} <= present}
-        return {frozenset((by, host)) for by, _, host, _ in self._misses}
+        misses = {one: by & present for one, by in self._misses.items() if one in present}
+        self._misses = {one: by for one, by in misses.items() if by}
+        return {frozenset((name, host)) for (host, _), by in self._misses.items() for name, _ in by}
 
-    def useless(self) -> list[tuple[str, str]]:
-        """Returns the hosts that have not come up in time or are silent, and why they are not waited for."""
+    def useless(self, names: Iterable[str] | None = None) -> list[tuple[str, str]]:
+        """Returns the hosts, of these or of all, that have not come up in time or are silent, and why they are not
+        waited for."""
         now, limit, found = self._clock(), f"within {self._limits.start:g} s (--start-timeout)", []
-        for name, state in self.present.items():
-            is_missed = any(one[2:] == (name, state.daemon) for one in self._misses)
+        for name in self.present if names is None else self.present.keys() & set(names):
+            state = self.present[name]
+            is_missed = (name, state.daemon) in self._misses
             patience = self._limits.probe_missed if is_missed else self._limits.probe
             if not state.is_fit and now >= state.since + self._limits.start:
                 found.append((name, f"it did not answer {limit}"))

@@ -52,12 +52,21 @@ class Places:
         of_ranks = [name for (name, _), _ in sorted(self.ranks.items(), key=itemgetter(1))]
         return tuple(dict.fromkeys(of_ranks + by_node))
 
+    @cached_property
+    def _nodes(self) -> dict[str, int]:
+        return {name: node for node, name in enumerate(self.topology.hosts)}
+
     def count(self, host: str) -> int:
         """The number of places on a host."""
-        return sum(name == host for name, _ in self.ranks)
+        node = self._nodes.get(host)
+        return 0 if node is None else len(self.slots[node])
 
     def node_of(self, host: str) -> int:
-        return self.topology.hosts.index(host)
+        return self._nodes[host]
+
+    def has(self, host: str) -> bool:
+        """Tells whether a host is in the epoch."""
+        return host in self._nodes and self._nodes[host] not in self.absent
 
 
 def assign(
@@ -89,7 +98,10 @@ def assign(
     by_name = {host.name: host for host in hosts}
     kept = [place for place in staying if place[0] in by_name][:most]
     names = list(dict.fromkeys([name for name, _ in kept] + list(by_name)))
-    old = {name: sorted(slot for host, slot in kept if host == name)[: by_name[name].slots] for name in names}
+    old: dict[str, list[int]] = {name: [] for name in names}
+    for name, slot in kept:
+        old[name].append(slot)
+    old = {name: sorted(slots)[: by_name[name].slots] for name, slots in old.items()}
     if joining is None:
         free = [(name, slot) for name in names for slot in range(by_name[name].slots) if slot not in old[name]]
         joining = [place for place in free if place not in without]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 
@@ -22,6 +23,9 @@ class WorkerState(Enum):
     UNUSED = "it was ended before it had begun with anything"
 
 
+_ALIVE = (WorkerState.RUNNING, WorkerState.WAITING)
+
+
 class WorkerStates:
     """The workers of an epoch, from its beginning to that of the next.
 
@@ -29,7 +33,7 @@ class WorkerStates:
         places: of the epoch; None before the first.
 
     Attributes:
-        states: of the workers, in the order of ranks.
+        states: of the workers, in the order of ranks; changed by `put` alone.
         failures: errors that workers did not survive, in their order.
         errors: why workers have left.
         reasons: for the next change of membership, in words.
@@ -42,38 +46,40 @@ class WorkerStates:
         self.places = places
         ranks = places.ranks if places is not None else {}
         self.states = dict.fromkeys(sorted(ranks, key=ranks.__getitem__), WorkerState.RUNNING)
+        self._counts = Counter(self.states.values())
         self.failures: list[Failure] = []
         self.errors: list[WorkerGaveUp] = []
         self.reasons: list[str] = []
         self.leave_until = math.inf
         self.given_up: set[Place] = set()
         self.told: frozenset[Place] = frozenset(ranks)
-        self._started: set[str] = set()  # hosts whose daemon says that every process of the epoch is up
+        # Hosts whose daemon has not said yet that every process of the epoch is up.
+        self._coming = {*places.names} if places is not None else set()
 
     @property
     def is_running(self) -> bool:
         """Tells whether any worker runs."""
-        return WorkerState.RUNNING in self.states.values()
+        return self._counts[WorkerState.RUNNING] > 0
 
     @property
     def is_finishing(self) -> bool:
         """Tells whether a worker has ended well: then the job only waits for the others."""
-        return WorkerState.DONE in self.states.values()
+        return self._counts[WorkerState.DONE] > 0
 
     @property
     def is_done(self) -> bool:
         """Tells whether all have ended well."""
-        return all(state is WorkerState.DONE for state in self.states.values())
+        return self._counts[WorkerState.DONE] == len(self.states)
 
     @property
     def has_unused(self) -> bool:
         """Tells whether a worker was ended through no fault of its own."""
-        return WorkerState.UNUSED in self.states.values()
+        return self._counts[WorkerState.UNUSED] > 0
 
     @property
     def is_up(self) -> bool:
         """Tells whether every process of the epoch has come up."""
-        return self.places is not None and self._started.issuperset(self.places.names)
+        return self.places is not None and not self._coming
 
     @property
     def is_whole(self) -> bool:
@@ -82,7 +88,17 @@ class WorkerStates:
 
     def alive(self) -> list[Place]:
         """The workers that run or wait, by rank."""
-        return [place for place, state in self.states.items() if state in (WorkerState.RUNNING, WorkerState.WAITING)]
+        return [place for place, state in self.states.items() if state in _ALIVE]
+
+    def is_alive(self, place: Place) -> bool:
+        """Tells whether a worker runs or waits."""
+        return self.states.get(place) in _ALIVE
+
+    def put(self, place: Place, state: WorkerState) -> None:
+        """A worker of the epoch is in this state now."""
+        self._counts[self.states[place]] -= 1
+        self._counts[state] += 1
+        self.states[place] = state
 
     def late(self) -> dict[str, list[int]]:
         """The slots of the workers that run, by host."""
@@ -93,7 +109,7 @@ class WorkerStates:
         return slots
 
     def note_started(self, host: str) -> None:
-        self._started.add(host)
+        self._coming.discard(host)
 
     def note(self, failure: Failure) -> None:
         """Something went wrong."""
@@ -108,7 +124,7 @@ class WorkerStates:
         """A worker has left; whether that is news. The others have until then to follow, if it is the first."""
         if self.states.get(place) is not WorkerState.RUNNING:
             return False
-        self.states[place] = WorkerState.WAITING
+        self.put(place, WorkerState.WAITING)
         if error:
             self.errors.append(WorkerGaveUp(place[0], self._rank(place), error))
         self.leave_until = min(self.leave_until, leave_until)
@@ -120,9 +136,9 @@ class WorkerStates:
         `late`: said of one that was killed because it took too long.
         """
         if failure is None and self.states[place] is WorkerState.RUNNING and place not in self.given_up:
-            self.states[place] = WorkerState.DONE
+            self.put(place, WorkerState.DONE)
             return False
-        self.states[place] = WorkerState.FAILED
+        self.put(place, WorkerState.FAILED)
         if place in self.given_up:
             failure = HostFailure(place[0], (f"rank {self._rank(place)} was killed: {late}",))
         self.note(failure or WorkerGaveUp(place[0], self._rank(place), "it ended while it waited for others"))
@@ -132,7 +148,7 @@ class WorkerStates:
         """A host is gone; whether it had workers."""
         here = [place for place in self.alive() if place[0] == host]
         for place in here:
-            self.states[place] = WorkerState.FAILED
+            self.put(place, WorkerState.FAILED)
         return bool(here)
 
     def reason(self) -> str:

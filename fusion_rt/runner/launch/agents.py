@@ -379,11 +379,13 @@ class Agents:
                 self._tell(places.names, agent_messages.Introduce(PeerTable(tuple(endpoints))))
             return
         reform = Reform(number, places.topology, places.absent, tuple(endpoints))
+        slots: dict[str, list[int]] = {host: [] for host in places.names}
+        for host, slot in waiting:
+            slots[host].append(slot)
         for host in places.names:
             epoch = self._epoch(number, places, host)
             self.present[self._current[host]].note_places(epoch)
-            slots = tuple(slot for name, slot in waiting if name == host)
-            self._tell([host], agent_messages.Begin(reform, epoch, slots))
+            self._tell([host], agent_messages.Begin(reform, epoch, tuple(slots[host])))
 
     def recruit(self, number: int, place: Place, would: Places) -> None:
         self._console.expect(would.size)

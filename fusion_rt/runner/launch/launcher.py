@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
@@ -46,6 +46,34 @@ _SILENCE = 6.0  # times FUSION_HEARTBEAT_TIMEOUT, after which launcher and agent
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class PatientClock:
+    """Seconds by which decisions judge whether something is late.
+
+    They pass only while this process takes notice of the world: in a callback that lasts a minute, or while it is
+    stopped, `STEP_S` pass. So a worker that has answered is not late because its answer waits behind thousands of
+    others.
+    """
+
+    STEP_S: ClassVar[float] = 0.25
+
+    def __init__(self) -> None:
+        self._seen = time.monotonic()
+        self._passed = 0.0
+
+    def __call__(self) -> float:
+        return self._passed + min(time.monotonic() - self._seen, self.STEP_S)
+
+    async def run(self) -> None:
+        """Goes on. In each step the event loop reads what has come from every agent."""
+        while True:
+            await asyncio.sleep(self.STEP_S / 2)
+            self.notice()
+
+    def notice(self) -> None:
+        """The event loop has taken a turn."""
+        self._passed, self._seen = self(), time.monotonic()
+
+
 async def launch(plan: LaunchPlan, gone: float = 0.0) -> int:
     """Runs a job to its end; arguments, result and errors as those of `Launch`."""
     return await Launch(plan, gone).run()
@@ -73,6 +101,7 @@ class Launch:
         self.failures: list[Failure] = []
         self.results: dict[int, bytearray] = {}
         self._agents = Agents(plan, self._silence_limit, self._console, self)
+        self._clock = PatientClock()
         self._decisions = self._make_decisions()
         self._interrupt = 0  # the signal that ended the job
         self._stopping = False
@@ -87,12 +116,12 @@ class Launch:
     def _make_decisions(self) -> Fixed | Epochs:
         plan, settings = self._plan, self._plan.settings
         if plan.elastic is None:
-            return Fixed(plan.places, self._agents, time.monotonic, settings.start_timeout, settings.tolerate_losses)
+            return Fixed(plan.places, self._agents, self._clock, settings.start_timeout, settings.tolerate_losses)
         from fusion_rt.runner.decisions.epochs import Epochs  # takes time, for which other jobs need not wait
 
         # Seeded by the job, so that a run can be told from its logs.
-        blacklist = Blacklist(*plan.elastic.cooldown, time.monotonic, random.Random(plan.job))
-        return Epochs(plan.elastic.limits, blacklist, self._agents, time.monotonic)
+        blacklist = Blacklist(*plan.elastic.cooldown, self._clock, random.Random(plan.job))
+        return Epochs(plan.elastic.limits, blacklist, self._agents, self._clock)
 
     async def run(self) -> int:
         """Runs the job to its end.
@@ -107,7 +136,7 @@ class Launch:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, wants it ignored
                 self._loop.add_signal_handler(number, self._on_signal, number)
         self._agents.children = children = Children()
-        self._tasks.append(self.watch(self._ping()))
+        self._tasks += [self.watch(self._ping()), self.watch(self._clock.run())]
         elastic = self._plan.elastic
         if elastic is not None and elastic.script is not None:
             self._tasks.append(self.watch(elastic.script.follow(children, self._on_hosts, self._console.warn)))
@@ -149,6 +178,7 @@ class Launch:
         self._await_decision()
 
     def _tick(self) -> None:
+        self._due = math.nan  # the timer is used up, and the clock may not have come as far
         self._decisions.tick()
         self._await_decision()
 
@@ -160,7 +190,7 @@ class Launch:
         due = self._decisions.due
         if not self._stopping and due != self._due:
             self._due = due
-            self._set_timer(None if due == math.inf else max(0.0, due - time.monotonic()), self._tick)
+            self._set_timer(None if due == math.inf else max(0.0, due - self._clock()), self._tick)
 
     def hear(self, number: int, event: Event) -> None:
         """Takes an event of an agent."""

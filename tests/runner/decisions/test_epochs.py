@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.decisions.blacklist import Blacklist
@@ -16,6 +17,26 @@ from tests.for_each import for_each
 
 COOLDOWN_S = 10.0
 KEY = "k" * 40
+
+
+class Prompt:
+    """Epochs that decide after each event, as those of a launcher do which hears of one at a time."""
+
+    def __init__(self, epochs: Epochs, clock: Callable[[], float]) -> None:
+        self._epochs, self._clock = epochs, clock
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._epochs, name)
+        if not callable(found):
+            return found
+
+        def tell(*arguments: Any) -> Any:
+            result = found(*arguments)
+            if self._epochs.due <= self._clock():
+                self._epochs.tick()
+            return result
+
+        return tell
 
 
 class World:
@@ -41,7 +62,8 @@ class World:
         self.reaching: list[tuple[str, int]] = []
         self.ended: list[Failure] | None = None
         blacklist = Blacklist(COOLDOWN_S, COOLDOWN_S, lambda: self.now, random.Random(0))
-        self.epochs = Epochs(limits or ElasticLimits(1, 1), blacklist, self, lambda: self.now)
+        self.decisions = Epochs(limits or ElasticLimits(1, 1), blacklist, self, lambda: self.now)
+        self.epochs: Any = Prompt(self.decisions, lambda: self.now)
         self.find(hosts)
 
     # JobControl
