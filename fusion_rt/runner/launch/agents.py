@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
@@ -32,7 +33,9 @@ from fusion_rt.runner.protocol.agent_messages import (
 )
 from fusion_rt.runner.protocol.child_processes import Child, Children
 from fusion_rt.runner.protocol.pipes import Silence
+from fusion_rt.runner.protocol.relay import BeRelay, Relay, RelayedChild
 
+WIDTH = 32  # hosts up to which all are reached from here
 TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horovod has it
 END_S = 3.0  # seconds an agent has, beyond the grace, to end
 _DROP_S = 2.0  # seconds that an agent has to end which is no longer waited for
@@ -93,6 +96,14 @@ class Hearer(Protocol):
         """Runs a coroutine beside everything else, and ends the job if it fails, which it must not."""
 
 
+@dataclass(frozen=True)
+class RelayedWay:
+    """The way to an agent through another host: the relay there, and the command line that it runs."""
+
+    relay: Relay
+    argv: Sequence[str]
+
+
 class AgentLink:
     """One host's agent.
 
@@ -120,27 +131,35 @@ class AgentLink:
         self._directory = directory
         self._hearer = hearer
         self._silence = Silence(silence_limit)
-        self._child: Child | None = None
+        self._child: Child | RelayedChild | None = None
         self._stderr = b""
-        self._banner = b""
+        self._banner: bytes | None = b""  # in front of the first message; None when that has come
         self._unwanted = False
 
-    async def run(self, job: Job, children: Children) -> None:
-        """Starts the agent, sends it its job, and reports its messages until it ends."""
-        try:
-            # It finds out by itself when this process ends, and then ends its own processes.
-            child = await children.start(
-                self._argv,
-                self._environment,
-                self._directory,
-                has_input=True,
-                dies_with_parent=False,
-                line_limit=MAX_AGENT_LINE,
-            )
-        except OSError as error:
-            self._hearer.hear(self.node, Lost(127, f"{self._argv[0]}: {error.strerror}"))
-            return
-        self._child = child
+    async def run(self, job: Job, children: Children, way: RelayedWay | None = None) -> None:
+        """Starts the agent, sends it its job, and reports its messages until it ends. Where it cannot be reached on its
+        way through another host, it is reached from here."""
+        lost = None if way is None else await self._run(job, await way.relay.start(way.argv, MAX_AGENT_LINE))
+        if lost is None or not (self._banner is None or self._unwanted):
+            try:
+                # It finds out by itself when this process ends, and then ends its own processes.
+                child = await children.start(
+                    self._argv,
+                    self._environment,
+                    self._directory,
+                    has_input=True,
+                    dies_with_parent=False,
+                    line_limit=MAX_AGENT_LINE,
+                )
+            except OSError as error:
+                lost = Lost(127, f"{self._argv[0]}: {error.strerror}")
+            else:
+                lost = await self._run(job, child)
+        self._hearer.hear(self.node, lost)
+
+    async def _run(self, job: Job, child: Child | RelayedChild) -> Lost:
+        """Reports the messages of an agent until it ends."""
+        self._child, self._stderr, self._banner = child, b"", b""
         stderr = asyncio.create_task(self._keep_stderr(child))
         self.send(job)
         if self._unwanted:
@@ -157,17 +176,17 @@ class AgentLink:
             child.signal(signal.SIGCONT)  # a stopped agent goes on, and can end processes that the kernel would leave
         elif isinstance(reading.exception(), WireError):
             problem = str(reading.exception())
-            self.kill()
+            child.signal(signal.SIGKILL)
         else:
             reading.result()
         await asyncio.wait([child.exit], timeout=_EXIT_S)
-        self.kill()
+        child.signal(signal.SIGKILL)
         status = await child.exit
         # ssh may leave a process behind that holds the pipe open, for the connections that follow (ControlPersist).
         await asyncio.wait([stderr], timeout=_LAST_WORDS_S)
         child.close()
-        last_words = self._stderr if self._stderr.strip() else self._banner
-        self._hearer.hear(self.node, Lost(status, last_words.decode(errors="replace"), problem, silence))
+        last_words = self._stderr if self._stderr.strip() else self._banner or b""
+        return Lost(status, last_words.decode(errors="replace"), problem, silence)
 
     @property
     def overdue(self) -> float:
@@ -199,16 +218,16 @@ class AgentLink:
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
 
-    async def _read(self, child: Child) -> None:
+    async def _read(self, child: Child | RelayedChild) -> None:
         """Reports messages until the end of the agent's output."""
         banner_lines = _BANNER_LINES
         while line := await child.stdout.line():
             self._silence.heard()
             if banner_lines > 0 and not line.startswith(LINE_START):
                 banner_lines -= 1
-                self._banner = (self._banner + line)[-_STDERR_TAIL:]
+                self._banner = ((self._banner or b"") + line)[-_STDERR_TAIL:]
                 continue
-            banner_lines, self._banner = 0, b""
+            banner_lines, self._banner = 0, None
             message = decode_from_agent(line)
             if not isinstance(message, SignOfLife):
                 self._hearer.hear(self.node, message)
@@ -216,7 +235,7 @@ class AgentLink:
             await self._hearer.room()
             self._silence.listening = True  # from the first message on; before it, --start-timeout is the limit
 
-    async def _keep_stderr(self, child: Child) -> None:
+    async def _keep_stderr(self, child: Child | RelayedChild) -> None:
         while data := await child.stderr.read():
             self._stderr = (self._stderr + data)[-_STDERR_TAIL:]
 
@@ -294,6 +313,39 @@ class Agents:
         self._current: dict[str, int] = {}  # by host: the number of the agent that the decisions are about
         self._only: Places | None = None  # where membership is fixed
         self._told_at = 0.0
+        # By name, those of hosts that were not reached yet.
+        self._ways = self._ways_through([host for host in plan.places.hosts if remote_shell.is_remote(plan, host)])
+        self._relaying: dict[asyncio.Task[None], Relay] = {}
+
+    def _ways_through(self, hosts: Sequence[Host]) -> dict[str, RelayedWay]:
+        """Returns the ways to these hosts through some of them; none where there are few."""
+        if len(hosts) <= WIDTH:
+            return {}
+        own, size = versions(), math.ceil(math.sqrt(len(hosts)))
+        environment, ways = remote_shell.agent_environment(self._plan), {}
+        for start in range(0, len(hosts), size):
+            first, *others = hosts[start : start + size]
+            argv = remote_shell.agent_argv(self._plan, first)
+            relay = Relay(first.name, argv, environment, self._plan.directory, BeRelay(own.python, own.package))
+            ways[first.name] = RelayedWay(relay, remote_shell.LOCAL_AGENT)
+            for host in others:
+                ways[host.name] = RelayedWay(relay, remote_shell.agent_argv(self._plan, host))
+        return ways
+
+    def open_relays(self) -> None:
+        """Starts the relays. `children` has been set."""
+        for relay in {way.relay: None for way in self._ways.values()}:
+            self._relaying[self._hearer.watch(relay.run(self.children))] = relay
+
+    async def close_relays(self) -> None:
+        """Ends the relays, when no agent is left."""
+        for relay in self._relaying.values():
+            relay.close()
+        if self._relaying:
+            await asyncio.wait(self._relaying, timeout=END_S)
+        for task, relay in self._relaying.items():
+            if not task.done():
+                relay.kill()
 
     def is_current(self, agent: HostAgent) -> bool:
         """Tells whether the decisions are about this agent."""
@@ -344,7 +396,7 @@ class Agents:
             loopback=self._loopback(),
             epoch=epoch,
         )
-        task = self._hearer.watch(link.run(job, self.children))
+        task = self._hearer.watch(link.run(job, self.children, self._ways.pop(host.name, None)))
         self.running.add(task)
         task.add_done_callback(self.running.discard)
 

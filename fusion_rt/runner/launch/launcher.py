@@ -136,6 +136,7 @@ class Launch:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, wants it ignored
                 self._loop.add_signal_handler(number, self._on_signal, number)
         self._agents.children = children = Children()
+        self._agents.open_relays()
         self._tasks += [self.watch(self._ping()), self.watch(self._clock.run())]
         elastic = self._plan.elastic
         if elastic is not None and elastic.script is not None:
@@ -152,6 +153,7 @@ class Launch:
                 task.cancel()
             for agent in self._agents.present.values():
                 agent.link.kill()
+            await self._agents.close_relays()
         self._set_timer(None)
         return await self._finish()
 

@@ -20,6 +20,7 @@ from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 
 AGENT = ("-m", "fusion_rt.runner.agent")
+LOCAL_AGENT = (sys.executable, *AGENT)
 _REMOTE_SHELLS = ("ssh", "rsh", "gsissh", "autossh")  # they join their words with spaces for a shell to split again
 _CONNECT_S = 10  # Horovod's SSH_CONNECT_TIMEOUT_S
 _SSH = (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -32,6 +33,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _KILL_S = 1.0  # seconds in which the kernel has to carry out SIGKILL
+_DESCRIPTORS = 3  # of a child's pipes
+_OTHERS = 64  # descriptors of this process, and those of a child that is being started
 _PF_EXITING = 0x4  # in the flags of /proc/PID/stat; as in <linux/sched.h>
 
 
@@ -73,6 +76,7 @@ class Children:
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[subprocess.Popen[bytes], asyncio.Future[int]]] = {}
+        self._room = 0  # children for which there are descriptors
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     async def start(
@@ -101,6 +105,8 @@ class Children:
         Raises:
             OSError: the program cannot be run.
         """
+        if len(self._running) >= self._room:
+            self._room = _make_room(len(self._running) + 1)
         with ExitStack() as its_ends, ExitStack() as undo:
             its_input, stdin = subprocess.DEVNULL, None
             if has_input:
@@ -144,6 +150,16 @@ class Children:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 if not exit_status.done():
                     exit_status.set_result(process.returncode)
+
+
+def _make_room(children: int) -> int:
+    """Raises the limit of descriptors, as far as the hard one allows, where so many children need more than there are.
+    Returns for how many there is room now. Only where they are needed, since children inherit the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < hard and _DESCRIPTORS * children + _OTHERS > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return max(children, (soft - _OTHERS) // _DESCRIPTORS)
 
 
 def _pipe(its_ends: ExitStack, undo: ExitStack, is_input: bool) -> tuple[int, IO[bytes]]:

@@ -90,6 +90,11 @@ class LineWriter(asyncio.BaseProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_line(message))
 
+    def pass_on(self, data: bytes) -> None:
+        """Sends bytes of lines as they are; what the other end does not read is kept."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
     async def close(self, timeout: float) -> None:
         """Closes, after sending what waits for at most `timeout` seconds."""
         if self._transport is not None:
