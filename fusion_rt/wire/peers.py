@@ -101,15 +101,17 @@ class Echo(msgspec.Struct, tag="echo", array_like=True):
 
 
 class Measure(msgspec.Struct, tag="measure", array_like=True):
-    """From the coordinator, which has found links over a distance: the receiver is to measure its links to nodes.
+    """From the coordinator: the receiver is to measure its links to nodes.
 
     Attributes:
         nodes: a single one if `rate`.
         rate: how much the link carries, too; else latencies only.
+        far: the link is over a distance, so that a few round trips have to do.
     """
 
     nodes: tuple[Rank, ...]
     rate: bool = False
+    far: bool = True
 
 
 class LinkTimes(msgspec.Struct, tag="link_times", array_like=True):

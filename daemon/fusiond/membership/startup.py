@@ -19,7 +19,7 @@ from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop, Timer
 from fusiond.host.signals import tell_starter
 from fusiond.membership.epoch import Membership
-from fusiond.transport.distance import completed, is_far, rounds_of
+from fusiond.transport.distance import MANY, completed, is_far, rounds_of
 from fusiond.transport.mesh import Mesh
 from fusiond.transport.probe import FEW, LinkProbe, Pings, Probe
 
@@ -142,7 +142,7 @@ class Starting:
         if not set(order.nodes) <= set(self._others()) or node != self._membership.coordinator or not order.nodes:
             raise WireError(f"it wants this node to measure its links to {order.nodes}, which is not its to say")
         if order.rate:
-            self._asked = LinkProbe(self._loop.clock, FEW)
+            self._asked = LinkProbe(self._loop.clock, FEW if order.far else ())
             self._answer(self._asked, self._asked.begin(order.nodes[:1]))
         else:
             self._ping(order.nodes, _PINGS, self._tell_latencies)
@@ -236,10 +236,16 @@ class Starting:
             self._ping(self._probe.unknown(self._others()), _OWN_PINGS, self._decide_how_to_measure)
 
     def _decide_how_to_measure(self, latencies: Mapping[int, float]) -> None:
-        """Measures the coordinator's links, or, where any of them is over a distance, those of all nodes."""
+        """Measures the coordinator's links, one after the other; of many nodes, what the links of disjoint pairs carry,
+        all at a time, in two rounds; or, where any link is over a distance, the links of all nodes."""
         others = self._others()
         if not any(is_far(CostModel(latency)) for latency in latencies.values()):
-            self._send_probe(self._probe.begin(others))
+            if len(latencies) < MANY:
+                self._send_probe(self._probe.begin(others))
+            else:
+                self._latencies = self._between(latencies)
+                self._rounds = rounds_of(self._membership.nodes, 2)
+                self._next_round()
         elif len(latencies) < len(others):
             self._ping(others, _OWN_PINGS, self._measure_far)
         else:
@@ -250,11 +256,15 @@ class Starting:
     def _measure_far(self, latencies: Mapping[int, float]) -> None:
         """Has the links of all nodes measured: first latencies, all at once, then what links carry, as many at a time
         as have no node in common."""
-        own = self._config.node
-        self._latencies = {(min(own, node), max(own, node)): latency for node, latency in latencies.items()}
+        self._latencies = self._between(latencies)
         self._rounds = rounds_of(self._membership.nodes)
         others = self._others()
         self._ask({node: wire.Measure(tuple(others[place + 1 :])) for place, node in enumerate(others[:-1])})
+
+    def _between(self, latencies: Mapping[int, float]) -> dict[tuple[int, int], float]:
+        """Returns the latencies of this node's links by both nodes."""
+        own = self._config.node
+        return {(min(own, node), max(own, node)): latency for node, latency in latencies.items()}
 
     def _ask(self, orders: Mapping[int, wire.Measure]) -> None:
         """Has nodes measure links; goes on when all have."""
@@ -268,10 +278,19 @@ class Starting:
             self._next_round()
 
     def _next_round(self) -> None:
+        far = any(is_far(CostModel(latency)) for latency in self._latencies.values())
         if self._rounds:
-            self._ask({one: wire.Measure((other,), rate=True) for one, other in self._rounds.pop(0)})
+            self._ask({one: wire.Measure((other,), rate=True, far=far) for one, other in self._rounds.pop(0)})
             return
         links = completed(self._rates, self._latencies)
+        if not far:
+            own = self._config.node
+            self._begin_job(
+                self._probe.learn(
+                    {sum(pair) - own: link for pair, link in links.items() if own in pair}, self._others()
+                )
+            )
+            return
         self._paths = {nodes: wire.Path(nodes, link.latency, link.seconds_per_byte) for nodes, link in links.items()}
         self._begin_far_job()
 

@@ -13,9 +13,9 @@ payloads arrive (`Pipe`), up to twice as many as that fills: they double in a ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from fusion_rt.core.cost import CostModel
 FAR = 5e-3  # seconds of a round trip
 MOST_CONNECTIONS = 8
 _WINDOW = 64 * 1024  # bytes that one connection keeps under way where a packet in a thousand is lost
-_EXACT = 10  # nodes up to which the best order is found for certain
+MANY = 11  # nodes from which on the best order of a ring is not found for certain, nor the rate of each link measured
 _PASSES = 8  # over a round, in each of which every part of it may be turned
 _LESS = 1e-9  # seconds of latency that are worth a turn
 _PERIODS = 8  # whose best rate counts
@@ -96,22 +96,25 @@ class Pipe:
 
 def pairs(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Returns all pairs of nodes, the lower first, in rounds in which no node is twice (the circle method)."""
+    return list(_rounds(nodes))
+
+
+def _rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     circle: list[int | None] = list(nodes)
     if len(circle) % 2:
         circle.append(None)
-    rounds = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         met = zip(circle[:half], reversed(circle[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        yield [(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None]
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return rounds
 
 
-def rounds_of(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
+def rounds_of(nodes: Sequence[int], most: int | None = None) -> list[list[tuple[int, int]]]:
     """Returns the pairs of nodes that measure the rate of their link, in rounds in which no node is twice: all pairs of
-    up to ten nodes, and log2 N rounds of more, so that the start takes no longer than a person waits."""
-    return pairs(nodes)[: None if len(nodes) <= _EXACT else (len(nodes) - 1).bit_length()]
+    up to ten nodes, and of more `most` rounds, or log2 N, so that the start takes no longer than a person waits."""
+    few = None if len(nodes) < MANY else most or (len(nodes) - 1).bit_length()
+    return list(islice(_rounds(nodes), few))
 
 
 def completed(
@@ -153,7 +156,7 @@ def ring_order(nodes: Sequence[int], costs: Costs) -> tuple[int, ...]:
     given = tuple(nodes)
     if len(given) <= 3 or any((min(a, b), max(a, b)) not in costs for a in given for b in given if a != b):
         return given  # three nodes have one ring only
-    found = _best(given, costs) if len(given) <= _EXACT else _good(given, costs)
+    found = _best(given, costs) if len(given) < MANY else _good(given, costs)
     (slow, late), (least_slow, least_late) = time_of(given, costs), time_of(found, costs)
     better = slow > 1.1 * least_slow or (slow >= least_slow and late > 1.1 * least_late)
     return found if better else given

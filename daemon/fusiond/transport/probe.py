@@ -2,14 +2,16 @@
 to send next.
 
 On a local network the coordinator measures its links, one peer at a time (`LinkProbe`), so that measurements do not
-disturb each other. Over a distance, where a measurement does little but wait, latencies are measured of all links at
-once (`Pings`), and how much links carry of a few pairs at a time.
+disturb each other; of many nodes, pairs that have no node in common measure theirs, all at a time. Over a distance,
+where a measurement does little but wait, latencies are measured of all links at once (`Pings`), and how much links
+carry of a few pairs at a time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from fusiond.collectives.cost import CostModel, measured, worst
 
@@ -40,13 +42,14 @@ class Pings:
         self._clock = clock
         self.nodes = tuple(nodes)
         self._left = dict.fromkeys(nodes, count)
+        self._to_come = count * len(nodes)
         self._under_way: dict[int, tuple[int, float]] = {}  # serial, and when it was sent, by node
         self.latencies: dict[int, float] = {}
 
     @property
     def done(self) -> bool:
         """Returns whether all echoes have come."""
-        return not any(self._left.values())
+        return not self._to_come
 
     def ping(self, node: int) -> Probe:
         """Returns the next probe of a node, to be sent now."""
@@ -64,6 +67,7 @@ class Pings:
         latency = (self._clock() - sent_at) / 2
         self.latencies[node] = min(latency, self.latencies.get(node, latency))
         self._left[node] -= 1
+        self._to_come -= 1
         return self.ping(node) if self._left[node] else None
 
 
@@ -79,7 +83,7 @@ class LinkProbe:
         self._clock = clock
         self._rounds = rounds or _ROUNDS
         self._nodes: Sequence[int] = ()
-        self._todo: list[tuple[int, int]] = []
+        self._todo: deque[tuple[int, int]] = deque()
         self._serial = 0
         self._sent_at = 0.0
         self._seconds: dict[tuple[int, int], list[float]] = {}  # round trips by node and payload
@@ -97,11 +101,19 @@ class LinkProbe:
         """Returns those of the nodes to which the links are not measured yet."""
         return [node for node in nodes if node not in self._links]
 
+    def learn(self, links: Mapping[int, CostModel], nodes: Sequence[int]) -> CostModel:
+        """Takes over the models of links that were measured in another way, by node; returns that of the worst link to
+        `nodes`, all of which are known then."""
+        self._links.update(links)
+        self.links = {node: self._links[node] for node in nodes}
+        self.cost = worst(list(self.links.values()))
+        return self.cost
+
     def begin(self, nodes: Sequence[int]) -> Probe | None:
         """Begins to measure the links to these nodes that are not measured yet, and nothing else. Returns the first
         probe; None if there is no link to measure."""
         self._nodes = tuple(nodes)
-        self._todo = [(node, nbytes) for node in nodes if node not in self._links for nbytes in self._rounds]
+        self._todo = deque((node, nbytes) for node in nodes if node not in self._links for nbytes in self._rounds)
         self._seconds.clear()
         self.cost = None
         return self._next()
@@ -110,7 +122,7 @@ class LinkProbe:
         """Takes in an echo. Returns the next probe; None when there is none, or the echo is not the one awaited."""
         if self.cost is not None or serial != self._serial or not self._todo or self._todo[0][0] != node:
             return None
-        measurement = self._todo.pop(0)
+        measurement = self._todo.popleft()
         self._seconds.setdefault(measurement, []).append(self._clock() - self._sent_at)
         return self._next()
 

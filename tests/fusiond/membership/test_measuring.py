@@ -172,6 +172,22 @@ def test_in_a_local_network_only_the_coordinator_measures_one_peer_at_a_time() -
     assert world.started[1][1] == {}
 
 
+def test_the_start_of_many_hosts_of_a_local_network_takes_no_longer_and_a_slow_host_is_noticed() -> None:
+    def link(a: int, b: int) -> CostModel:
+        return CostModel(50e-6, 8e-8 if 17 in (a, b) else 8e-9)
+
+    few, many, odd = measured(12, link), measured(64, link), measured(65, link)
+    assert many.now < 0.5 < 64 * 9 * 256 * 1024 * 8e-9  # which they take one after the other
+    for world in (many, odd):
+        start, rates = world.started[0]
+        assert start.paths == ()
+        assert start.seconds_per_byte == pytest.approx(8e-8, rel=0.1)
+        assert rates[17] == pytest.approx(8e-8, rel=0.1)
+        assert rates[3] == pytest.approx(8e-9, rel=0.1)
+    start, _ = few.started[0]
+    assert start.seconds_per_byte == pytest.approx(8e-9, rel=0.1)
+
+
 def test_links_are_measured_once_however_often_ranks_come_back() -> None:
     world = measured(8, lambda a, b: CostModel(10e-3, 8e-9))
     before = world.messages
