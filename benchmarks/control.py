@@ -20,10 +20,12 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 from msgspec.structs import replace
@@ -41,6 +43,7 @@ from fusiond.control.negotiation import Coordinator
 from fusiond.core.participants import Participants
 from fusiond.live import figures
 from fusiond.live.rates import compare
+from fusiond.transport import mesh
 from fusiond.transport.distance import ring_order
 from tests.fusiond.network_simulation import Network, VirtualWorker, job
 
@@ -51,6 +54,7 @@ PARTS_AT = (64, 256, HOSTS)
 TENSORS = 300
 PENDING = 4000  # operations that are seen for the first time
 IDLE = 10.0  # seconds
+LOSS, PAUSE, SEEDS = 0.01, 3.0, 3  # of packets; seconds; jobs
 PHASES = ("start", "first operation", "gather", "plan", "steps", "idle", "epoch", "end")
 _TENSOR = 64  # elements
 _LIMIT = 600.0  # seconds of virtual time for a phase
@@ -157,18 +161,18 @@ class VirtualJob:
             self._open()
             self._wait()
         network.begin("idle")
-        self._pass(IDLE)
+        let_pass(network, IDLE)
         network.begin("epoch")
         for daemon in network.daemons:
             daemon.may_return = True
         for worker in workers:
             worker.daemon.tell(worker, wire.Bye())
-        self._pass(1.0)
+        let_pass(network, 1.0)
         self._waiting = 0
         for worker in workers:
             worker.begin(self._again(worker))
         self._wait()
-        self._pass(5.0)
+        let_pass(network, 5.0)
         network.begin("end")
         for daemon in network.daemons:
             daemon.may_return = False
@@ -193,11 +197,6 @@ class VirtualJob:
         self._waiting += 1
         return [-1]
 
-    def _pass(self, seconds: float) -> None:
-        over: list[bool] = []
-        self.network.at(self.network.now + seconds, lambda: over.append(True))
-        self.network.run(lambda: bool(over), seconds + 1)
-
     def _script(self, worker: VirtualWorker) -> Iterator[Any]:
         yield self._gate(worker)
         yield [_submit(worker, "allreduce", 0)]
@@ -218,6 +217,13 @@ class VirtualJob:
 
     def _again(self, worker: VirtualWorker) -> Iterator[Any]:
         yield self._gate(worker)
+
+
+def let_pass(network: Network, seconds: float) -> None:
+    """Lets time pass."""
+    over: list[bool] = []
+    network.at(network.now + seconds, lambda: over.append(True))
+    network.run(lambda: bool(over), seconds + 1)
 
 
 def _submit(worker: VirtualWorker, kind: wire.Kind, clock: int) -> int:
@@ -274,6 +280,63 @@ def exponent(figures: Mapping[int, float]) -> float:
         return 0.0
     sizes, values = np.log(list(figures)), np.log(list(figures.values()))
     return float(np.polyfit(sizes, values, 1)[0])
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+class UnreliableNetwork(Network):
+    """A network in which one packet in a hundred is lost, and comes after a retransmission's time-out."""
+
+    def late(self) -> float:
+        seconds, wait = super().late(), 0.2
+        while self.random.random() < LOSS:
+            seconds, wait = seconds + wait, 2 * wait
+        return seconds
+
+
+def found_out(nodes: int, seed: int) -> tuple[float, int]:
+    """Runs an idle job in which one packet in a hundred is lost and daemons stand still for 3 s, now and then, and cuts
+    a host off in the end.
+
+    Returns: seconds until all others know; how many daemons had failed before.
+    """
+    network = UnreliableNetwork(seed, 1e9, 1e-4)
+    workers = job(network, [1] * nodes, 8, start_timeout=_LIMIT)
+    for worker in workers:
+        worker.begin(iter([[-1]]))
+    network.run(lambda: all(worker.started for worker in workers), _LIMIT)
+    for pause in range(6):
+        node = network.random.randrange(nodes)
+        network.at(
+            network.now + 5.0 * pause, partial(network.paused.__setitem__, node, network.now + 5.0 * pause + PAUSE)
+        )
+    let_pass(network, 30.0)
+    alarms = sum(bool(daemon.failure) for daemon in network.daemons)
+    lost = network.random.randrange(nodes)
+    network.cut.add(lost)
+    began = network.now
+    left = [daemon for daemon in network.daemons if daemon.node != lost]
+    network.run(lambda: all(daemon.failure for daemon in left), 60.0)
+    assert alarms or all(f"host{lost}" in daemon.failure for daemon in left)
+    return network.now - began, alarms
+
+
+def losses(nodes: int) -> Record:
+    """Measures how soon all know that a host is cut off, and how many daemons fail for nothing, where each watches its
+    neighbours, and where each watches all others."""
+    here, date = results.begin()
+    found: dict[str, list[tuple[float, int]]] = {}
+    for name, distances in (("neighbours", None), ("all others", nodes)):
+        with nullcontext() if distances is None else patch.object(mesh, "_DISTANCES", distances):
+            found[name] = [found_out(nodes, seed) for seed in range(SEEDS)]
+    seconds = {name: results.rounded(each[0] for each in runs) for name, runs in found.items()}
+    alarms = {name: [float(each[1]) for each in runs] for name, runs in found.items()}
+    measures = [
+        Measure("until all know of a host that is cut off", "s", seconds, "all others", portable=True),
+        Measure("daemons that fail for nothing", "1", alarms, "all others", portable=True),
+    ]
+    return Record({"what": "losses", "hosts": nodes}, measures, here, date, results.command_line())
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -422,6 +485,7 @@ def main(nodes: Sequence[int], out: Path | None, only_table: bool) -> None:
     path = out or results.RESULTS / f"{NAME}.json"
     for count in () if only_table else nodes:
         results.keep(path, NAME, whole_daemons(count))
+        results.keep(path, NAME, losses(count))
     for count in () if only_table or nodes is not NODES else PARTS_AT:
         results.keep(path, NAME, parts(count))
     show(results.load(path, NAME).records, Console(width=None))

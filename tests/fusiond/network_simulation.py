@@ -50,6 +50,8 @@ class Network:
         now: seconds.
         stalls: when, which node and which peer had something to send over an idle link that nothing but a timer moved.
         messages, nbytes: sent by each daemon.
+        cut: nodes to and from which everything is lost, without a word.
+        paused: until when the loop of a daemon stands still, by node.
     """
 
     def __init__(self, seed: int, rate: float, latency: float, jitter: float = 1e-4) -> None:
@@ -63,6 +65,8 @@ class Network:
         self.descriptors = itertools.count(1)
         self.inboxes: dict[tuple[str, int], Inbox] = {}
         self.free = defaultdict[int, float](float)  # when a node's link has carried what it was given
+        self.cut: set[int] = set()
+        self.paused: dict[int, float] = {}
         self.messages = Counter[int]()
         self.nbytes = Counter[int]()
         self._serial = itertools.count()
@@ -164,8 +168,11 @@ class VirtualLoop:
         self._run(timer.callback)
 
     def _run(self, callback: Callback | None) -> None:
-        if callback is not None and not self.stopped:
-            self.network.step(self.node, callback)
+        network, until = self.network, self.network.paused.get(self.node, 0.0)
+        if until > network.now:
+            network.at(until, lambda: self._run(callback))
+        elif callback is not None and not self.stopped:
+            network.step(self.node, callback)
 
 
 # --- libzmq -----------------------------------------------------------------------------------------------------------
@@ -302,7 +309,8 @@ class Connection:
         self._arrived = max(self._arrived, leaves + network.latency + network.late())
 
         def arrives() -> None:
-            if self.stands or self._lingers:
+            lost = network.cut and not network.cut.isdisjoint((self.node, self.inbox.sockets.daemon.node))
+            if (self.stands or self._lingers) and not lost:
                 self.inbox.take(self.token, [bytes(part) for part in parts], self._admitted_as, self._descriptor)
 
         network.at(self._arrived, arrives)
@@ -381,7 +389,7 @@ class VirtualDaemon(Daemon):
         self.network, self.node, self.loop = network, node, VirtualLoop(network, node)
         self.may_return = False
         self.heard: list[tuple[int, type]] = []
-        address = f"10.{serial}.0.{node + 1}"
+        address = f"10.{serial}.{node // 250}.{node % 250 + 1}"
         sockets = VirtualSockets(network, self, serial, address)
         with (
             patch("fusiond.app.daemon.EventLoop", lambda: self.loop),

@@ -12,9 +12,10 @@ this peer over the control channel for one connection (`Tokens`), with a secret 
 A connection that breaks is made again, and every message still arrives exactly once and in order (`delivery`). The
 sender of a broken payload connection asks with `Reopen`, and is told a new ticket and what has come. A peer is lost
 when its process has closed its connection and its port has no listener any more, when its event loop has been silent
-for too long (`suspicion`), when a connection cannot be made again in that time, or when it does not take its messages.
-A refusal alone says nothing about a process: it may be a firewall's, and is waited for as any other cut is. What a lost
-peer sends from then on is fenced: dropped and counted; it cannot connect again, and is told so if it can be told.
+for too long while this node watches it (`suspicion`, `neighbours`), when a connection cannot be made again in that
+time, or when it does not take its messages. A refusal alone says nothing about a process: it may be a firewall's, and
+is waited for as any other cut is. What a lost peer sends from then on is fenced: dropped and counted; it cannot connect
+again, and is told so if it can be told.
 
 In an elastic job peers come and go (`reform`). Each daemon that is admitted has an id of its own, so that what comes
 late of one is not taken for that of another one on the same node. A newcomer may be refused by a peer that has not been
@@ -56,6 +57,7 @@ _CLOSED = "its connection was closed"
 _NOT_WANTED = "this node's daemon is not in the membership epoch that begins"
 _ELASTIC_NODES = 1024  # of an elastic job at a time: libzmq wants to know beforehand
 _LONGEST_VALUE = 200  # characters of a setting's value in the first message to a peer
+_DISTANCES = 4  # in either direction, at which a node watches others
 _LOOK = 0.25  # seconds between looks for silent peers, at most
 
 
@@ -105,6 +107,8 @@ class Mesh:
         self._encoded = b""
         self._peers: dict[int, Peer] = {}  # by node
         self._admitted: dict[int, Peer] = {}  # the same, by id
+        self._neighbours: frozenset[int] = frozenset()  # nodes that this one watches always
+        self._watched: dict[int, Peer] = {}  # by node: those, and peers that owe it something
         self._ids = itertools.count()
         self._connects = False  # it has begun to
         self._aes = has_aes_here()
@@ -213,6 +217,7 @@ class Mesh:
             peer.give_up(_NOT_WANTED)
         self._reception.forget(peer)
         del self._peers[peer.node], self._admitted[peer.id]
+        self._watched.pop(peer.node, None)
         self._loop.call_later(LINGER / 1000, peer.control.close)
 
     def limit(self, credit: int, acknowledged: int) -> None:
@@ -248,6 +253,8 @@ class Mesh:
         if message is not self._said:
             self._said, self._encoded = message, wire.encode(message)
         peer.send(self._encoded)
+        if not peer.watched:
+            self._watch(peer)
 
     def send_last(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message once the peer has received all payloads that were sent to it before."""
@@ -297,6 +304,8 @@ class Mesh:
         peer.sent_chunks += 1
         peer.sent_bytes += nbytes
         peer.probed_bytes += nbytes if isinstance(message, wire.Probe) else 0
+        if not peer.watched:
+            self._watch(peer)
         return borrowed
 
     def _posted(self, peer: Peer, sent: tuple[About, int], link: PayloadLink) -> None:
@@ -374,10 +383,9 @@ class Mesh:
         if self._up or self._closed or self._coming:
             return
         self._up = True
-        for peer in self._peers.values():
-            if not peer.watched:
-                peer.watched = True
-                peer.suspicion = self._suspicion()
+        self._choose_neighbours()
+        for peer in self._peers.values():  # most owe an acknowledgement of the first messages
+            self._watch(peer)
         self._owner.mesh_up()
 
     def _link_broke(self, link: Link) -> None:
@@ -387,6 +395,7 @@ class Mesh:
         if not peer.leaving:
             self._trace.record(Kind.LOST, link.name, peer=peer.node)
             peer.broke(link, self._awake())
+            self._watch(peer)
         elif not link.number:
             self.lose(peer.node, _CLOSED)
 
@@ -422,6 +431,9 @@ class Mesh:
             return
         self._reception.refuse(peer)
         peer.give_up(why)
+        self._watched.pop(node, None)
+        if node in self._neighbours:
+            self._choose_neighbours()
         self._owner.peer_lost(node, why)
 
     # --- peers' messages about connections ----------------------------------------------------------------------------
@@ -490,8 +502,21 @@ class Mesh:
 
     # --- liveness -----------------------------------------------------------------------------------------------------
 
+    def _choose_neighbours(self) -> None:
+        nodes = sorted([self._config.node, *(node for node, peer in self._peers.items() if not peer.lost)])
+        self._neighbours = frozenset(neighbours(nodes, self._config.node))
+        for node in self._neighbours:
+            self._watch(self._peers[node])
+
+    def _watch(self, peer: Peer) -> None:
+        """Watches a peer, from which nothing need have come for long: a neighbour always, any other one until it owes
+        nothing any more. (Before the connections to all stand, the time-out of the start counts.)"""
+        if self._up and not peer.watched and not peer.lost:
+            peer.watch(self._awake())
+            self._watched[peer.node] = peer
+
     def _beat(self) -> None:
-        for peer in self._peers.values():
+        for peer in (self._watched if self._up else self._peers).values():
             if not peer.lost and not self._closed:
                 peer.asked_at = self._clock()
                 peer.mention(wire.Heartbeat(peer.asked_at))
@@ -516,12 +541,33 @@ class Mesh:
         if self._closed:
             return
         self._reception.look()
-        for peer in list(self._peers.values()):
-            if peer.lost or not peer.watched:
+        for node, peer in list(self._watched.items()):
+            if peer.lost:  # with another one
                 continue
             peer.look_for_slowness(now)
             if why := peer.overdue(now, self._settings.heartbeat_timeout):
-                self.lose(peer.node, why)
+                self.lose(node, why)
+            elif node not in self._neighbours and not peer.owes:
+                peer.watched = False
+                del self._watched[node]
+
+
+def neighbours(nodes: Sequence[int], node: int) -> list[int]:
+    """Returns the nodes that a node watches, and that watch it: those at four distances in either direction, of which
+    each is about the fourth root of N times the one before; all of up to nine. Nodes side by side may be in one rack,
+    and fail together.
+
+    Args:
+        nodes: all N, ascending.
+    """
+    count, place = len(nodes), nodes.index(node)
+    if count <= 2 * _DISTANCES + 1:
+        return [other for other in nodes if other != node]
+    distances = [0]
+    for power in range(_DISTANCES):
+        most = (count - 1) // 2 - (_DISTANCES - 1 - power)
+        distances.append(max(distances[-1] + 1, min(round(count ** (power / _DISTANCES)), most)))
+    return [nodes[(place + step) % count] for distance in distances[1:] for step in (distance, -distance)]
 
 
 def shortened(value: str) -> str:

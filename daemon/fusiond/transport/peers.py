@@ -94,6 +94,10 @@ class Suspicion:
         self.limit = most
         self.longest = 0.0
 
+    def begin(self, now: float) -> None:
+        """Begins to watch it: the time before counts neither as silence nor as one between heartbeats."""
+        self._heard_at, self._beat_at = now, math.nan
+
     def heard(self, now: float) -> None:
         """Notes that anything has come from it."""
         silence = now - self._heard_at
@@ -202,7 +206,7 @@ class Peer:
         leaving: it has said that it ends.
         hung_up: its process has closed the last control connection to this node, as the kernel does for one that died.
         lost: it was declared so; its messages are fenced, unless it is leaving: those are its last words.
-        watched: it is given up when it is silent: it has come up.
+        watched: it is sent heartbeats, which it answers, and given up when it is silent.
         control_from: routing id under which its control messages come.
         heard_on: descriptors of its connections to this node, by number.
         asked_at: `sent` of the last heartbeat to it.
@@ -301,6 +305,18 @@ class Peer:
         if self.links[0].stands:
             self.owed = self.owed_bytes = 0
         return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + message
+
+    def watch(self, now: float) -> None:
+        """Watches it from now on."""
+        self.watched = True
+        self.suspicion.begin(now)
+        for slowness in self.slowness:
+            slowness.since = now
+
+    @property
+    def owes(self) -> bool:
+        """True if it has not acknowledged everything, or a connection to it does not stand."""
+        return len(self.sending) > 0 or any(len(link.out) or not link.stands for link in self.links)
 
     @property
     def owes_much(self) -> bool:

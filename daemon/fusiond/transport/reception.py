@@ -529,7 +529,8 @@ class Reception:
                 self._trace.record(Kind.RECEIVED, name, size, clock, plan, peer.number_of(serial, number), peer.node)
                 peer.received_chunks += 1
                 peer.received_bytes += size
-            peer.suspicion.heard(self._awake())
+            if peer.watched:
+                peer.suspicion.heard(self._awake())
             if about_connection := self._handlers.get(type(message)):
                 about_connection(peer, message)
             else:
