@@ -26,6 +26,7 @@ FAR = 5e-3  # seconds of a round trip
 MOST_CONNECTIONS = 8
 _WINDOW = 64 * 1024  # bytes that one connection keeps under way where a packet in a thousand is lost
 MANY = 11  # nodes from which on the best order of a ring is not found for certain, nor the rate of each link measured
+_MOST = 128  # nodes whose order is looked for: 50 ms
 _PASSES = 8  # over a round, in each of which every part of it may be turned
 _LESS = 1e-9  # seconds of latency that are worth a turn
 _PERIODS = 8  # whose best rate counts
@@ -147,14 +148,19 @@ def time_of(order: Sequence[int], costs: Costs) -> tuple[float, float]:
 def ring_order(nodes: Sequence[int], costs: Costs) -> tuple[int, ...]:
     """Returns the order in which a ring visits nodes, the first of them first: the one with the fastest slowest link,
     and of those the one with the least latency; the given order where none is better by a tenth, since measurements
-    differ by that much. For more than ten nodes a good one, which need not be the best.
+    differ by that much. For more than ten nodes a good one, which need not be the best; for more than `_MOST` the given
+    one, since to look for it would take the event loop too long.
 
     Args:
         nodes: at least one.
         costs: of all their links; where one is missing, the given order is kept.
     """
     given = tuple(nodes)
-    if len(given) <= 3 or any((min(a, b), max(a, b)) not in costs for a in given for b in given if a != b):
+    if (
+        len(given) <= 3
+        or len(given) > _MOST
+        or any((min(a, b), max(a, b)) not in costs for a in given for b in given if a != b)
+    ):
         return given  # three nodes have one ring only
     found = _best(given, costs) if len(given) < MANY else _good(given, costs)
     (slow, late), (least_slow, least_late) = time_of(given, costs), time_of(found, costs)

@@ -152,3 +152,11 @@ def test_a_slow_pair_is_no_longer_side_by_side_and_equal_links_change_no_order()
     assert abs(order.index(0) - order.index(1)) == 2
     assert ring_order((1, 2, 3), slow) == (1, 2, 3)
     assert ring_order((0, 1, 2, 3), {}) == (0, 1, 2, 3)
+
+
+def test_of_thirty_hosts_at_three_sites_the_ring_leaves_each_once() -> None:
+    """A turn is judged by the links that it changes: what is found is what the whole round costs."""
+    pairs = itertools.combinations(range(30), 2)
+    costs = {(a, b): CostModel(1e-4 + a * 1e-6 if a % 3 == b % 3 else 20e-3, 8e-9) for a, b in pairs}
+    order = ring_order(range(30), costs)
+    assert sum(a % 3 != b % 3 for a, b in itertools.pairwise([*order, order[0]])) == 3
