@@ -103,8 +103,9 @@ class JobEnd:
         """Removes a local rank that has left; tells all nodes, each behind the messages on their way to it."""
         self._formation.engine.depart([rank])
         if self._mesh is not None:
+            departed = wire.Departed((rank,))
             for node in self._others():
-                self._mesh.send_last(node, wire.Departed((rank,)))
+                self._mesh.send_last(node, departed)
         self._explain_losses()
 
     def departed(self) -> None:

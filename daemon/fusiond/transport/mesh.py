@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Protocol
@@ -58,6 +59,7 @@ _NOT_WANTED = "this node's daemon is not in the membership epoch that begins"
 _ELASTIC_NODES = 1024  # of an elastic job at a time: libzmq wants to know beforehand
 _LONGEST_VALUE = 200  # characters of a setting's value in the first message to a peer
 _DISTANCES = 4  # in either direction, at which a node watches others
+_AT_ONCE = 64  # connections that are begun in one step of the loop
 _LOOK = 0.25  # seconds between looks for silent peers, at most
 
 
@@ -189,7 +191,7 @@ class Mesh:
             numbers = range(1, len(peer.incoming))
             tickets = tuple(self._reception.issue(peer, number) for number in numbers)
             self.send(peer.node, self._hello(tickets))
-            peer.control.open()
+        self._open(deque(new))
         if not self._connects:
             self._connects = True
             self._loop.call_every(self._settings.heartbeat_interval, self._beat)
@@ -198,6 +200,15 @@ class Mesh:
         self._coming = {node for node, peer in self._peers.items() if not peer.connected}
         self._loop.call_soon(self._check_up)
         return [peer.node for peer in left], self.lost
+
+    def _open(self, peers: deque[Peer]) -> None:
+        """Connects to new peers, some in each step of the loop, since two sockets and a monitor take their time."""
+        for _ in range(min(len(peers), _AT_ONCE)):
+            peer = peers.popleft()
+            if not self._closed and self._peers.get(peer.node) is peer:
+                peer.control.open()
+        if peers:
+            self._loop.call_soon(partial(self._open, peers))
 
     def _admit(self, endpoint: Endpoint, host: str) -> Peer:
         incoming = [ReceiveWindow() for _ in range(1 + self._at_first)]
