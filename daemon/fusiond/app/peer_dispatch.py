@@ -38,8 +38,8 @@ _log = logging.getLogger("fusiond")
 
 
 class _Standing(NamedTuple):
-    """What decides on the messages that a node may send: whether it is in the view, in this formation, in its present
-    epoch, and its coordinator."""
+    """Standing of a node, which decides on the messages that it may send: whether it is in the view, in this formation,
+    in the formation's present epoch, and the coordinator."""
 
     in_view: bool
     in_formation: bool
