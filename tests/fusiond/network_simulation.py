@@ -186,6 +186,9 @@ class Frame:
         self.more = more
         self._admitted_as, self._descriptor = admitted_as, descriptor
 
+    def __len__(self) -> int:
+        return len(self.buffer)
+
     def get(self, option: Any) -> str | int:
         return str(self._admitted_as) if option == "User-Id" else self._descriptor
 
