@@ -343,31 +343,20 @@ class Client:
 
     # --- codec state, timeline, statistics ----------------------------------------------------------------------------
 
-    def save_state(self, process_set: int, group: str, common: bool = False) -> dict[str, Any]:
-        """Returns the codec state of a group of tensors on this node, by name; arrays that may be written to.
+    def save_state(
+        self, process_set: int, group: str, common: bool = False, ended: wire.EndedPlan | None = None
+    ) -> dict[str, Any]:
+        """Returns the state of a group of tensors on this node (`local.saved_state`); arrays that may be written to.
 
         Args:
             common: only the part that is the same on all nodes, which is small.
+            ended: what shards here, and mirrors of others, had when the formation before ended; see `wire.SaveState`.
 
         Raises:
-            HorovodInternalError: the codecs are at work.
+            HorovodInternalError: the codecs are at work, or the job cannot go on.
         """
         operation = self.channel.begin(group)
-        self._send(wire.SaveState(operation.handle, process_set, group, common))
-        return self._state_of(operation)
-
-    def recall_shards(self, process_set: int, group: str, epoch: int, plan: int, clock: int) -> dict[str, Any]:
-        """Returns what shards on this node, and mirrors of others, had when the formation before ended; see
-        `wire.RecallShards`.
-
-        Raises:
-            HorovodInternalError: the job cannot go on.
-        """
-        operation = self.channel.begin(group)
-        self._send(wire.RecallShards(operation.handle, process_set, group, epoch, plan, clock))
-        return self._state_of(operation)
-
-    def _state_of(self, operation: Operation) -> dict[str, Any]:
+        self._send(wire.SaveState(operation.handle, process_set, group, common, ended))
         output = self.wait(operation).output
         data = bytearray(operation.inline or b"") if output is None else output.view
         return array_codec.read(np.frombuffer(data, np.uint8))

@@ -216,16 +216,33 @@ class AwaitsAnswers(msgspec.Struct, tag="awaits", array_like=True):
     plan: Count
 
 
-class SaveState(msgspec.Struct, tag="save", array_like=True):
-    """Asks for the codec state of a group's plan on this node; the result is named arrays (`local.array_codec`).
+class EndedPlan(msgspec.Struct, array_like=True):
+    """A plan of the formation before, as of a clock.
 
-    `common`: only the part that is the same on all nodes, without residuals.
+    Attributes:
+        epoch, plan: its membership epoch, and its id.
+        clock: one more than that of the last contribution that is to count in its shards.
+    """
+
+    epoch: Count
+    plan: Count
+    clock: Count
+
+
+class SaveState(msgspec.Struct, tag="save", array_like=True):
+    """Asks for the state of a group's plan on this node; the result is named arrays (`local.saved_state`).
+
+    Attributes:
+        common: only the part that is the same on all nodes, without residuals.
+        ended: the state of shards, and of contributions to them, as the formation before has left it; nothing if that
+            had another plan. None: the state as it is.
     """
 
     handle: Count
     process_set: Count
     group: Name
     common: bool = False
+    ended: EndedPlan | None = None
 
 
 class LoadState(msgspec.Struct, tag="load", array_like=True):
@@ -241,23 +258,6 @@ class LoadState(msgspec.Struct, tag="load", array_like=True):
     place: Place
     nbytes: Count
     common: bool = False
-
-
-class RecallShards(msgspec.Struct, tag="recall", array_like=True):
-    """Asks for the state of shards and mirrors on this node at the end of the formation before; the result is named
-    arrays (`local.array_codec`), `home:BUCKET:-1:KEY`, `mirror:BUCKET:-1:KEY` and `sender:BUCKET:RANK:codec/KEY`.
-
-    Attributes:
-        epoch, plan: those of the plan whose shards they were; without it there is nothing.
-        clock: one more than that of the last contribution that is to count in them.
-    """
-
-    handle: Count
-    process_set: Count
-    group: Name
-    epoch: Count
-    plan: Count
-    clock: Count
 
 
 class StatisticsRequest(msgspec.Struct, tag="numbers", array_like=True):
@@ -352,7 +352,7 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | OpenGroup | CloseGroup | Submit | SendTo | ReceiveFrom | Propose | Ready
-    | AwaitsAnswers | SaveState | LoadState | RecallShards | StatisticsRequest
+    | AwaitsAnswers | SaveState | LoadState | StatisticsRequest
     | StartTimeline | StopTimeline | RelayPort | Ping | Bye
     | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip

@@ -32,7 +32,7 @@ from fusion_rt.host.bootstrap import RANKS_DIRECTORY, DaemonConfig
 from fusion_rt.host.private_files import replacing
 from fusion_rt.local import packets
 from fusiond.app.cli import app
-from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
+from fusiond.engine.snapshots import SnapshotError, SnapshotFiles
 from fusiond.host import leftovers
 from fusiond.host.leftovers import remove_dead
 from fusiond.host.loop import EventLoop

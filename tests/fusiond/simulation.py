@@ -21,17 +21,17 @@ import numpy.typing as npt
 
 from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import ProcessSet, Topology
 from fusion_rt.host.process_memory import Process
 from fusion_rt.kernels.ordinary import Operand, Remote
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.recorder import NULL, Instrument
-from fusiond.buckets.plans import Memory
 from fusiond.core.participants import Participants
 from fusiond.core.result import Result
 from fusiond.core.tracing import Job
 from fusiond.engine.engine import Engine
+from fusiond.engine.keeper import Left
 from fusiond.operations.context import Context
 from fusiond.transport import flow_control
 
@@ -45,8 +45,7 @@ class Node:
     def __init__(self, job: SimulatedJob, node: int) -> None:
         self._job = job
         self.node = node
-        memory = job.memories[node] if job.memories else None
-        self.engine = Engine(self.context(), memory=memory)
+        self.engine = Engine(self.context(), left=job.left[node] if job.left else None)
         self.failure = ""
 
     def context(self, trace: Instrument = NULL) -> Context:
@@ -130,7 +129,7 @@ class SimulatedJob:
         ranks: of each node's workers; by default they fill the nodes in order.
         process_sets: besides the one that holds every rank.
         by_address: ranks whose tensors are in their own memory, which is this process's, and not in an arena.
-        memories: of the nodes, what their codecs remember of the formation before.
+        left: of the nodes, the state that the formation before has left.
         settings: those of the daemons that are not the default.
     """
 
@@ -141,7 +140,7 @@ class SimulatedJob:
         ranks: Sequence[tuple[int, ...]] = (),
         process_sets: Sequence[ProcessSet] = (),
         by_address: Collection[int] = (),
-        memories: Sequence[Memory] = (),
+        left: Sequence[Left] = (),
         **settings: Any,
     ) -> None:
         starts = [sum(local_sizes[:node]) for node in range(len(local_sizes))]
@@ -151,7 +150,7 @@ class SimulatedJob:
             **{"chunk_bytes": 4096, "window_bytes": 4 * 4096, "fusion_threshold": 1024, **settings}
         )
         self.by_address = by_address
-        self.memories = memories
+        self.left = left
         self._process = Process(os.getpid(), "a worker") if by_address else None
         self.now = 0.0
         self.borrow_from = flow_control.BORROW_FROM
@@ -390,8 +389,8 @@ class SimulatedJob:
 
     def load_homes(self, node: int, state: Mapping[str, Array], group: str = "opt") -> None:
         """Loads a state of homes on a node. Raises the error that its daemon answers with."""
-        errors: list[FusionError | None] = []
-        self.nodes[node].engine.homes.load(0, group, state, errors.append)
+        errors: list[BaseException | None] = []
+        self.nodes[node].engine.keeper.load((0, group), state, False, errors.append)
         self.settle()
         if (error := errors.pop()) is not None:
             raise error

@@ -18,7 +18,7 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.local import array_codec
 from fusiond.buckets import codec_state
-from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
+from fusiond.engine.snapshots import SnapshotError, SnapshotFiles
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import SimulatedJob
 from tests.fuzz.engine import Target

@@ -137,11 +137,14 @@ class Reduced:
 
     def states(self) -> list[dict[str, Array]]:
         """What each node's codecs remember, as a checkpoint has it."""
-        return [node.engine._plans.save(0, "opt", False) for node in self.job.nodes]
+        return [node.engine.keeper.state_of_codecs((0, "opt")) for node in self.job.nodes]
 
     def load(self, states: Sequence[dict[str, Array]]) -> None:
+        errors: list[BaseException | None] = []
         for node, state in zip(self.job.nodes, states, strict=True):
-            node.engine._plans.load(0, "opt", state, False)
+            node.engine.keeper.load((0, "opt"), state, False, errors.append)
+        self.job.settle()
+        assert not any(errors)
 
     def residuals(self, bucket: int) -> list[Array]:
         return [self.residual(node, bucket) for node in range(len(self.job.nodes))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -21,7 +21,9 @@ import numpy as np
 from fusion_rt import algorithms
 from fusion_rt.codecs.base import BucketCodec
 from fusion_rt.core.dtypes import DType
+from fusion_rt.core.errors import WireError
 from fusion_rt.kernels import cpu
+from fusion_rt.local.saved_state import State
 from fusiond.algorithms.shard_optimizer import ShardOptimizer
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
@@ -166,6 +168,40 @@ class Home:
         """Returns parameters, or a change of them, as others will have them, on this node and elsewhere; and what the
         codec has made of them, if it takes something away."""
         return (None, values) if self.codec is None else self.codec.tell(values)
+
+    def saved(self, place: Array | None = None) -> State:
+        """Returns copies of its lasting state, by the names of its entries: what `HomeAlgorithm.change` changes.
+
+        Args:
+            place: memory for the value (elements,); by default it is new.
+        """
+        state: State = {f"aux/{key}": entry.copy() for key, entry in self.aux.items()}
+        if self.value is not None:
+            state["value"] = np.empty_like(self.value) if place is None else place
+            np.copyto(state["value"], self.value)
+        if self.optimizer is not None:
+            state |= {f"optimizer/{key}": entry for key, entry in self.optimizer.state().items()}
+        return state
+
+    def check(self, entries: Mapping[str, Array], of: str) -> None:
+        """Raises `WireError` unless it can `load` these. `of`: words for it."""
+        value = entries.get("value")
+        if value is not None and value.shape != (self.elements,):
+            raise WireError(f"{of} has {self.elements} elements, and {value.size} were saved")
+        for key, array in entries.items():
+            kind, _, name = key.partition("/")
+            if not (key == "value" or (name and kind in ("aux", "optimizer"))) or array.dtype.kind not in "iuf":
+                raise WireError(
+                    f"{key[:200]!r} of {of} cannot be in a saved state; it is damaged, or of another program"
+                )
+
+    def load(self, entries: Mapping[str, Array]) -> None:
+        """Goes on from what `saved` has returned, but for the value. The arrays become its own. Raises
+        `ShardOptimizerError`."""
+        self.aux = {key.removeprefix("aux/"): value for key, value in entries.items() if key.startswith("aux/")}
+        if self.optimizer is not None:
+            prefix = "optimizer/"
+            self.optimizer.load({k.removeprefix(prefix): v for k, v in entries.items() if k.startswith(prefix)})
 
     def copy(self, values: Array) -> Array:
         """Returns a copy of values, in the type of the home."""

@@ -144,9 +144,9 @@ class TorchOptimizer(ShardOptimizer):
         entries: dict[int, dict[str, Any]] = {}
         for name, array in state.items():
             index, slash, key = name.partition("/")
-            if not slash or not index.isdecimal() or int(index) >= len(self._parameters):
+            if not slash or not index.isdecimal() or len(index) > 9 or int(index) >= len(self._parameters):
                 raise ShardOptimizerError(
-                    f"the saved state of a shard has {name!r}, which is no state of its optimizer"
+                    f"the saved state of a shard has {name[:200]!r}, which is no state of its optimizer"
                 )
             if key not in self._entries.get(int(index), ()) or not _may_be_of(array, self._ordered[int(index)].shape):
                 raise ShardOptimizerError(

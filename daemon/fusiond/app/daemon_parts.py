@@ -17,9 +17,8 @@ from fusiond.transport.probe import LinkProbe
 from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
-    from fusiond.buckets.plans import Memory
+    from fusiond.engine.keeper import Left
     from fusiond.host.thread_pool import KernelPool
-    from fusiond.shards import KeptShards
     from fusiond.workers.connections import Workers
 
 
@@ -66,8 +65,7 @@ class DaemonParts:
         began: when the daemon began (s, by the monotonic clock).
         daemon: made them.
         workers, pool: once the daemon runs.
-        memory: of codecs, on the way from one formation to the next.
-        kept: shards on that way; None before there is an engine.
+        left: state on the way from one formation to the next.
     """
 
     settings: Settings
@@ -85,5 +83,4 @@ class DaemonParts:
     def __post_init__(self) -> None:
         self.workers: Workers
         self.pool: KernelPool
-        self.memory: Memory = {}
-        self.kept: KeptShards | None = None
+        self.left: Left = {}

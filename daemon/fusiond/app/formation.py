@@ -108,7 +108,7 @@ class Formation:
         to do with their memory."""
         self._is_over = True
         self.ending.fail(f"membership epoch {self.number} is over", tell_peers=False)
-        self.engine.when_quiet(self.engine.remember)
+        self.engine.when_quiet(self.engine.keeper.remember)
         self.starting.end()
         self.peer_dispatch.end()
         self.worker_dispatch.end()
@@ -147,16 +147,13 @@ class Formation:
         from fusiond.core.participants import Participants
         from fusiond.engine.engine import Engine
         from fusiond.operations.context import Context
-        from fusiond.shards import KeptShards
 
-        self.parts.kept = self.parts.kept or KeptShards()
         topology, node, parts = self.config.topology, self.config.node, self.parts
         participants = Participants(topology, node, self.absent)
         self.engine = Engine(
             Context(topology, node, parts.settings, self.effects, participants, parts.trace),
             self.membership.epoch,
-            parts.memory if self.config.elastic else None,
-            parts.kept,
+            parts.left if self.config.elastic else None,
         )
         self.peer_dispatch.engine_begins(self.engine)
         self.worker_dispatch.engine_begins(self.engine)

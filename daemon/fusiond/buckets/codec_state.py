@@ -1,8 +1,9 @@
 """The state of the codecs of a plan on this node: saved, restored, and moved to another plan.
 
-A state has an entry `INDEX:KEY` for each entry `KEY` of the state of bucket `INDEX`'s codec. `INDEX:layout` stands for
-the bucket's codec and layout, and `INDEX:bounds` has the nodes' ranges, if there are any. A bucket of the same layout
-goes on bit by bit; any other takes over the tensors that it has.
+A state has an entry `INDEX:KEY` for each entry `KEY` of the state of bucket `INDEX`'s codec
+(`fusion_rt.local.saved_state`). `INDEX:layout` stands for the bucket's codec and layout, and `INDEX:bounds` has the
+nodes' ranges, if there are any. A bucket of the same layout goes on bit by bit; any other takes over the tensors that
+it has.
 
 All but residuals and velocities is the same on all nodes, and has to be: so that they can go on together even where
 some of them have lost the rest, that *common* part is also saved by itself.
@@ -20,10 +21,10 @@ from fusion_rt.codecs import BucketCodec, CodecError, Layout
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.error_feedback import NODE_STATE, NODE_TENSORS
 from fusion_rt.kernels.team import ALONE, Team
+from fusion_rt.local.saved_state import State, StateOwner, by_owner
 from fusiond.buckets.traced_codecs import release_codec
 from fusiond.collectives.base import Array
 
-State = dict[str, Array]
 _EXTRA = ("layout", "bounds")
 _MOST_STEPS = 2**48
 _DTYPES = {**dict.fromkeys(NODE_TENSORS, np.float32), **dict.fromkeys(("step", *_EXTRA), np.int64)}
@@ -88,7 +89,7 @@ def saved(buckets: Iterable[BucketCodec], common: bool = False, copies: bool = T
         found["layout"] = _fingerprint(codec)
         if codec.bounds:
             found["bounds"] = np.array(codec.bounds, np.int64)
-        state |= {f"{index}:{key}": value for key, value in found.items()}
+        state |= StateOwner("codec", index).keyed(found)
     return only_common(state) if common else state
 
 
@@ -110,9 +111,9 @@ def restore(buckets: Sequence[BucketCodec], state: Mapping[str, Array], strict: 
         strict: a tensor that is in no bucket is an error.
 
     Raises:
-        CodecError: the state is none, or of other tensors; nothing has changed then.
+        WireError, CodecError: the state is none, or of other tensors; nothing has changed then.
     """
-    by_bucket = _by_bucket(state)
+    by_bucket = list(by_owner(state).values())
     stateful = [codec for codec in buckets if codec.codec.stateful]
     _check(stateful, by_bucket, strict)
     whole = {_number(found["layout"]): found for found in by_bucket if "layout" in found}
@@ -127,16 +128,6 @@ def restore(buckets: Sequence[BucketCodec], state: Mapping[str, Array], strict: 
         else:
             codec.load_state_dict(united, partial=True)
         codec.bounds = tuple(int(bound) for bound in same.get("bounds", ()))
-
-
-def _by_bucket(state: Mapping[str, Array]) -> list[State]:
-    found: dict[str, State] = {}
-    for key, value in state.items():
-        index, colon, rest = key.partition(":")
-        if not colon or not index.isdecimal():
-            raise CodecError(f"{key!r} cannot be in a saved state; it is damaged, or of another program")
-        found.setdefault(index, {})[rest] = value
-    return list(found.values())
 
 
 def _check(buckets: Sequence[BucketCodec], states: Sequence[State], strict: bool) -> None:

@@ -14,13 +14,12 @@ import msgspec
 
 from fusion_rt import algorithms as chosen
 from fusion_rt import codecs, wire
-from fusion_rt.codecs import CodecError, layout_of
+from fusion_rt.codecs import layout_of
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond import algorithms
 from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.buckets import codec_state
-from fusiond.buckets.codec_state import Remembered, State
 from fusiond.buckets.recipes import reducer_of
 from fusiond.buckets.traced_codecs import release_codec
 from fusiond.buckets.worker_selection import Selected, selected
@@ -32,8 +31,6 @@ from fusiond.core.participants import Members
 UNTUNED = wire.Tuning()
 Group: TypeAlias = tuple[int, str]
 """An optimizer's buckets, from one plan to the next: its process set, and its name."""
-Memory: TypeAlias = dict[Group, Remembered]
-"""State of codecs that goes from one formation to the next."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,11 @@ class PlanState:
                     "encoded": codec.encoded_elements,
                 }
             )
+
+    @property
+    def group(self) -> Group:
+        """Its group."""
+        return self.plan.process_set, self.plan.group
 
     @cached_property
     def spec(self) -> chosen.Algorithm:
@@ -136,21 +138,6 @@ class PlanState:
 
 
 @dataclass(frozen=True)
-class OpenedPlan:
-    """The buckets of a plan that is not active yet.
-
-    Attributes:
-        state: the plan, with all that its codecs take over.
-        loads: how many states had been loaded for its group when it was opened.
-        why: why a state that had been loaded is not used; empty if there is nothing to say.
-    """
-
-    state: PlanState
-    loads: int
-    why: str
-
-
-@dataclass(frozen=True)
 class PlanMemory:
     """A plan's segment in the arena of a worker.
 
@@ -170,82 +157,40 @@ class Plans:
 
     Args:
         team: the threads that a bucket's codec may use.
-        memory: of codecs, from the formation before; in an elastic job.
+        keeps_before: the last step may be dropped, also after it was complete; in an elastic job.
     """
 
-    def __init__(self, team: Team = ALONE, memory: Memory | None = None) -> None:
+    def __init__(self, team: Team = ALONE, keeps_before: bool = False) -> None:
         self._team = team
-        self._memory_of_codecs = memory
+        self._keeps_before = keeps_before
         self._plans: dict[int, PlanState] = {}
-        self._opened: dict[int, OpenedPlan] = {}
         self._squares: dict[int, float] = {}  # of all residuals of a plan, when they were measured last
-        self._loads: Counter[Group] = Counter()  # states loaded
         self._memory: dict[tuple[int, int], PlanMemory] = {}  # by plan and rank
-        self._waiting: dict[Group, State] = {}  # loaded before there was a plan
 
     def __iter__(self) -> Iterator[PlanState]:
         return iter(self._plans.values())
 
-    def opening(self, plan: wire.Plan, members: Members) -> Job | None:
-        """Returns a job that opens the codecs of a plan before it is installed, and has them take over what those of
-        the plan before remember; None if that takes no time, or has been done.
+    def __contains__(self, plan: int) -> bool:
+        return plan in self._plans
 
-        It writes all of the codecs' memory, so it takes seconds with a billion parameters. It may run beside the event
-        loop, because no step of a group is under way when the group's next plan has been made.
-        """
-        stateful = any(codec.stateful for codec in self._codecs_of(plan, members))
-        if plan.id in self._plans or plan.id in self._opened or not stateful:
-            return None
-        return self._opener(plan, members)
+    def has_memory(self, plan: wire.Plan, members: Members) -> bool:
+        """Returns whether codecs of a plan remember something from step to step."""
+        return any(codec.stateful for codec in self._codecs_of(plan, members))
 
-    def install(self, plan: wire.Plan, members: Members) -> str:
-        """Puts an active plan; it replaces the one that its group had, and takes over the memory of its codecs.
-        Does nothing when it is active already.
-
-        Returns: why a state that had been loaded is not used; empty if there is nothing to say.
-        """
-        if plan.id in self._plans:
-            return ""
-        group = plan.process_set, plan.group
-        opened = self._opened.pop(plan.id, None)
-        if opened is None or opened.loads != self._loads[group]:  # a state has been loaded meanwhile
-            self._opener(plan, members)()
-            opened = self._opened.pop(plan.id)
-        old = self._of_group(*group)
+    def put(self, state: PlanState) -> None:
+        """A plan becomes active, which was opened. It replaces the one that its group had, if that has another id."""
+        old = self.of_group(state.group)
         if old is not None:
             self._drop(old)
-        elif self._memory_of_codecs is not None and len(members.nodes) > 1 and group in self._memory_of_codecs:
-            self._memory_of_codecs.pop(group).release()
-        self._waiting.pop(group, None)
-        self._plans[plan.id] = opened.state
-        return opened.why
+        self._plans[state.plan.id] = state
 
-    def _opener(self, plan: wire.Plan, members: Members) -> Job:
-        """Returns a job that opens a plan. All that it reads is looked up now: it may run on a thread."""
-        group = plan.process_set, plan.group
-        old, loads = self._of_group(*group), self._loads[group]
-        before: Remembered | None = None
-        if old is not None:
-            before = Remembered(old.codecs)
-        elif self._memory_of_codecs is not None and len(members.nodes) > 1:  # else it waits until there are more again
-            before = self._memory_of_codecs.get(group)
-        loaded = self._waiting.get(group)
+    def open(self, plan: wire.Plan, members: Members, before: PlanState | None) -> PlanState:
+        """Opens the codecs of a plan that is not active yet; on a thread, since they have memory for each element.
 
-        def open_plan() -> None:
-            state = self._open(plan, members, Counter() if old is None else _sums(old))
-            why = ""
-            if loaded is not None:
-                try:
-                    codec_state.restore(state.codecs, loaded, strict=True)
-                except CodecError as error:
-                    why = f"a state was loaded for {plan.group!r}, and it starts without: {error}"
-            if before is not None and (loaded is None or why):
-                codec_state.restore(state.codecs, before.state(bounds=old is not None))
-            self._opened[plan.id] = OpenedPlan(state, loads, why)
-
-        return open_plan
-
-    def _open(self, plan: wire.Plan, members: Members, counted: Counter[str]) -> PlanState:
+        Args:
+            before: the group's active plan, whose statistics go on; None if there is none.
+        """
+        counted: Counter[str] = Counter() if before is None else _sums(before)
         chosen_codec, of_messages = self._codecs_of(plan, members)
         buckets = tuple(
             BucketState(
@@ -259,7 +204,7 @@ class Plans:
             for bucket in plan.buckets
         )
         for bucket in buckets:
-            bucket.codec.keeps_before = self._memory_of_codecs is not None
+            bucket.codec.keeps_before = self._keeps_before
         algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
         return PlanState(plan, members, algorithm, buckets, counted)
 
@@ -278,24 +223,6 @@ class Plans:
         for codec in state.codecs:
             release_codec(codec)
 
-    def remember(self, clocks: Mapping[int, Mapping[str, int]]) -> None:
-        """Leaves the memory of codecs for the next formation. Of a step that is complete in some buckets of a plan and
-        not in all, and so is dropped, they remember nothing. The ranges of nodes are left behind.
-
-        Args:
-            clocks: of the buckets that were completed last, by plan and name.
-        """
-        if self._memory_of_codecs is None:
-            return
-        for state in self:
-            if not any(codec.codec.stateful for codec in state.codecs):
-                continue
-            done = clocks.get(state.plan.id, {})
-            last = max(done.values(), default=0)
-            begun = [bucket.codec for bucket in state.buckets if done.get(bucket.name) == last]
-            dropped = begun if len(begun) < len(state.buckets) else []
-            self._memory_of_codecs[state.plan.process_set, state.plan.group] = Remembered(state.codecs, dropped)
-
     def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
         """Returns why the plans here cannot go on without these nodes and ranks; empty if they can."""
         for state in self:
@@ -309,45 +236,10 @@ class Plans:
         """Drops the plans of a process set that has been removed."""
         for state in [s for s in self if s.plan.process_set == process_set]:
             self._drop(state)
-        for key in [key for key in self._waiting if key[0] == process_set]:
-            del self._waiting[key]
 
-    def save(self, process_set: int, group: str, common: bool) -> State:
-        """Returns copies of the state of the codecs of a group's plan, or of the state kept for it until there is
-        one."""
-        state = self._of_group(process_set, group)
-        if state is not None:
-            return codec_state.saved(state.codecs, common)
-        waiting = self._waiting.get((process_set, group), {})
-        return codec_state.only_common(waiting) if common else dict(waiting)
-
-    def load(self, process_set: int, group: str, state: State, common: bool) -> None:
-        """Loads such a state into the active plan of a group, or keeps it for the next one. It takes the place of what
-        was remembered of the formation before.
-
-        Args:
-            common: state of another node is left out; does nothing where as many steps have been taken.
-
-        Raises:
-            CodecError: the state is not of this plan; nothing has changed then.
-        """
-        if common:
-            if codec_state.steps_of(state) == codec_state.steps_of(self.save(process_set, group, True)):
-                return
-            state = codec_state.only_common(state)
-        elif self._memory_of_codecs is not None:
-            self._memory_of_codecs.pop((process_set, group), None)
-        found = self._of_group(process_set, group)
-        self._loads[process_set, group] += 1
-        if found is not None:
-            codec_state.restore(found.codecs, state, strict=True)
-        else:
-            self._waiting[process_set, group] = {key: value.copy() for key, value in state.items()}
-
-    def plan_of(self, process_set: int, group: str) -> int:
-        """Returns the id of a group's active plan; 0 if there is none."""
-        found = self._of_group(process_set, group)
-        return 0 if found is None else found.plan.id
+    def of_group(self, group: Group) -> PlanState | None:
+        """Returns the active plan of a group; None if there is none."""
+        return next((state for state in self if state.group == group), None)
 
     def get(self, plan: int) -> PlanState:
         """Returns an active plan, by its id."""
@@ -463,9 +355,6 @@ class Plans:
             for codec in state.codecs:
                 sums.update(codec.statistics())
         return int(sums["dense_nbytes"]), int(sums["packed_nbytes"])
-
-    def _of_group(self, process_set: int, group: str) -> PlanState | None:
-        return next((s for s in self if (s.plan.process_set, s.plan.group) == (process_set, group)), None)
 
 
 def _sums(state: PlanState) -> Counter[str]:

@@ -9,14 +9,13 @@ from fusion_rt import wire
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
-from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import Recipe, make_recipe
 from fusiond.control.coordination import Coordination
 from fusiond.core.errors import RequestError
+from fusiond.engine.keeper import Keeper
 from fusiond.operations.operation import NodeOperations, Operation, OperationState
 from fusiond.operations.starter import Starter
 from fusiond.operations.thread_work import INLINE_WORK
-from fusiond.shards import ParameterService
 
 _MAX_RECIPES = 4096  # signatures remembered
 _MAX_APPROVED = 4096  # those that all ranks have agreed on; of others the coordinator is asked again
@@ -27,23 +26,21 @@ class Agreement:
     """The agreement of all nodes on an engine's operations.
 
     Args:
-        operations, coordination, homes, plans, starter: the engine's.
+        operations, coordination, keeper, starter: the engine's.
     """
 
     def __init__(
         self,
         operations: NodeOperations,
         coordination: Coordination,
-        homes: ParameterService,
-        plans: Plans,
+        keeper: Keeper,
         starter: Starter,
     ) -> None:
         self._operations = operations
         self._context = operations.context
         self._participants = operations.context.participants
         self._coordination = coordination
-        self._homes = homes
-        self._plans = plans
+        self._keeper = keeper
         self._starter = starter
         self._approved: OrderedDict[tuple[int, int], wire.Signature] = OrderedDict()  # by process set and digest
         self._recipes: dict[wire.Signature, Recipe] = {}
@@ -81,7 +78,7 @@ class Agreement:
         if operation.parts:
             return True
         if operation.key.plan:
-            if operation.planned is None and (planned := self._plans.find(operation.key)) is not None:
+            if operation.planned is None and (planned := self._keeper.plans.find(operation.key)) is not None:
                 operation.planned = planned
             return operation.planned is not None  # else it goes on when the plan has come
         self._relay(operation)
@@ -251,7 +248,7 @@ class Agreement:
     def _take_effect(self, operation: Operation, signature: wire.Signature, rows: Sequence[int]) -> None:
         """Does this node's part of an operation without data. All nodes do it before any of them completes it."""
         if signature.kind == "join":
-            self._homes.returned(list(self._participants.joined))
+            self._keeper.homes.returned(list(self._participants.joined))
             self._participants.joined.clear()
             self._participants.joins += 1
             operation.answer = tuple(rows)
@@ -267,8 +264,7 @@ class Agreement:
         for key in [key for key in self._operations.under_way if key.process_set == process_set]:
             what = self._operations.under_way[key].what
             self._operations.here(key, f"{what} was under way when process set {process_set} was removed")
-        self._plans.remove_set(process_set)
-        self._homes.remove_set(process_set)
+        self._keeper.remove_set(process_set)
         self._coordination.forget_set(process_set)
         for signature in [s for s in self._recipes if s.process_set == process_set]:
             del self._recipes[signature]

@@ -12,13 +12,11 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError
 from fusion_rt.kernels import cpu
 from fusion_rt.local import array_codec
-from fusiond.buckets.codec_state import State
-from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array, Job
 from fusiond.core.dispatch import Handlers
 from fusiond.core.result import Result
+from fusiond.engine.keeper import Get, Keeper
 from fusiond.operations.operation import NodeOperations
-from fusiond.shards import ParameterService
 
 
 class CodecService:
@@ -26,12 +24,11 @@ class CodecService:
 
     Args:
         operations: the engine's.
-        plans: the active ones, with their codecs.
-        homes: of their buckets, on this node.
+        keeper: of the state of the active plans.
     """
 
-    def __init__(self, operations: NodeOperations, plans: Plans, homes: ParameterService) -> None:
-        self._operations, self._plans, self._homes = operations, plans, homes
+    def __init__(self, operations: NodeOperations, keeper: Keeper) -> None:
+        self._operations, self._keeper, self._plans = operations, keeper, keeper.plans
         self._outside = operations.context.outside
         self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
 
@@ -42,35 +39,17 @@ class CodecService:
             wire.LoadState: lambda worker, given: self.load_state(
                 worker.rank, given, worker.at(given.place, given.nbytes)
             ),
-            wire.RecallShards: lambda worker, asked: self.recall(worker.rank, asked),
         }
 
     def save_state(self, rank: int, asked: wire.SaveState) -> None:
-        """A worker asks for the memory of the codecs of a plan."""
-        if not self._may_touch_state(rank, asked):
-            return
-        plan = self._plans.plan_of(asked.process_set, asked.group)
-        of_homes: State = {}
+        """A worker asks for the state of a group, as it is, or as the formation before has left it."""
+        group = asked.process_set, asked.group
+        if asked.ended is not None:
+            self._answer(rank, asked, None, partial(self._keeper.recall, group, asked.ended))
+        elif self._may_touch_state(rank, asked):
+            self._keeper.save(group, asked.common, partial(self._answer, rank, asked))
 
-        def collect() -> State:
-            return self._plans.save(asked.process_set, asked.group, asked.common) | of_homes
-
-        def saved(error: BaseException | None) -> None:
-            if error is None:
-                self._answer(rank, asked, collect)
-            else:
-                self._not_saved(rank, asked, error)
-
-        if asked.common:
-            self._homes.when_quiet(plan, partial(saved, None))
-        else:
-            self._homes.save(plan, of_homes, saved)
-
-    def recall(self, rank: int, asked: wire.RecallShards) -> None:
-        """A worker asks for the state of shards at the end of the formation before."""
-        self._homes.recall(asked, partial(self._answer, rank, asked))
-
-    def _answer(self, rank: int, asked: wire.SaveState | wire.RecallShards, get: Callable[[], State]) -> None:
+    def _answer(self, rank: int, asked: wire.SaveState, error: BaseException | None, get: Get) -> None:
         """Answers with a state, which a thread gets."""
         result: list[Result] = []
 
@@ -81,7 +60,7 @@ class CodecService:
 
         def answer(error: BaseException | None) -> None:
             if error is not None:
-                self._not_saved(rank, asked, error)
+                self._refuse(rank, asked.handle, f"the state of {asked.group!r} cannot be saved: {error}")
                 return
             segment = result[0].segment
             inline = result[0].array.tobytes() if segment is None else None
@@ -90,49 +69,29 @@ class CodecService:
             if segment is not None:
                 segment.close()
 
-        # Nothing of the plan begins here before the rank that waits for the answer is ready for it.
-        self._outside.run_jobs([collect], answer)
-
-    def _not_saved(self, rank: int, asked: wire.SaveState | wire.RecallShards, error: BaseException) -> None:
-        self._refuse(rank, asked.handle, f"the state of {asked.group!r} cannot be saved: {error}")
+        if error is not None:
+            answer(error)
+        else:  # nothing of the plan begins here before the rank that waits for the answer is ready for it
+            self._outside.run_jobs([collect], answer)
 
     def load_state(self, rank: int, given: wire.LoadState, data: Array) -> None:
         """A worker gives that back (uint8). With nothing in it, all that codecs have not sent is forgotten."""
         if not self._may_touch_state(rank, given):
             return
+
+        def answer(error: BaseException | None) -> None:
+            if error is None:
+                self._outside.to_worker(rank, wire.Done(given.handle))
+            elif isinstance(error, FusionError):
+                self._not_loaded(rank, given, error)
+            else:
+                raise error
+
         try:
-            state = array_codec.read(data)
+            # The worker waits for the answer, so no step of the plan begins here before.
+            self._keeper.load((given.process_set, given.group), array_codec.read(data), given.common, answer)
         except FusionError as error:
             self._not_loaded(rank, given, error)
-            return
-        of_homes = {key: value for key, value in state.items() if key.startswith(("home:", "sender:"))}
-        of_codecs = {key: value for key, value in state.items() if key not in of_homes}
-
-        def load() -> None:
-            self._plans.load(given.process_set, given.group, of_codecs, given.common)
-
-        def loaded(error: BaseException | None) -> None:
-            try:
-                if error is not None:
-                    raise error
-                if of_homes and not given.common:
-                    self._homes.load(given.process_set, given.group, of_homes, answer)
-                    return
-                if not state and not given.common:
-                    self._homes.forget_unsent(given.process_set, given.group)
-            except FusionError as why:
-                answer(why)
-            else:
-                answer(None)
-
-        def answer(why: BaseException | None) -> None:
-            if why is None:
-                self._outside.to_worker(rank, wire.Done(given.handle))
-            else:
-                self._not_loaded(rank, given, why)
-
-        # The worker waits for the answer, so no step of the plan begins here before.
-        self._operations.work.do(0, [load], len(data), loaded)
 
     def _not_loaded(self, rank: int, given: wire.LoadState, error: BaseException) -> None:
         self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
@@ -161,9 +120,10 @@ class CodecService:
     def _may_touch_state(self, rank: int, message: wire.SaveState | wire.LoadState) -> bool:
         """Says whether a plan's state is at rest; if not, says so."""
         why = self._operations.failure
-        plan = self._plans.plan_of(message.process_set, message.group)
-        if plan and any(
-            operation.key.plan == plan and operation.has_begun for operation in self._operations.under_way.values()
+        plan = self._plans.of_group((message.process_set, message.group))
+        if plan is not None and any(
+            operation.key.plan == plan.plan.id and operation.has_begun
+            for operation in self._operations.under_way.values()
         ):
             why = (
                 f"gradients of {message.group!r} are being exchanged; save or load the state of an optimizer between "

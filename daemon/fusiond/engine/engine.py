@@ -20,7 +20,7 @@ from fusion_rt.kernels.ordinary import Operand
 from fusion_rt.kernels.team import Team
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
-from fusiond.buckets.plans import Memory, Plans
+from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
 from fusiond.control.coordination import Coordination
@@ -33,6 +33,7 @@ from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.exchanges import Exchanges, Route, Section
 from fusiond.engine.groups import Groups
+from fusiond.engine.keeper import Keeper, Left
 from fusiond.engine.proposals import Proposals
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
@@ -40,7 +41,7 @@ from fusiond.operations.operation import NodeOperations, Operation
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
 from fusiond.point_to_point.messaging import Messaging
-from fusiond.shards import KeptShards, ParameterService
+from fusiond.shards import ParameterService
 from fusiond.workers.connections import WorkerLink
 
 
@@ -50,8 +51,7 @@ class Engine:
     Args:
         context: its surroundings.
         epoch: the membership epoch.
-        memory: of codecs, from the formation before; in an elastic job.
-        kept: shards of the formation before.
+        left: state that the formation before has left; in an elastic job.
 
     Attributes:
         handlers: of the peers' messages that are taken; other ones once the job has failed.
@@ -61,8 +61,7 @@ class Engine:
         self,
         context: Context,
         epoch: int = 0,
-        memory: Memory | None = None,
-        kept: KeptShards | None = None,
+        left: Left | None = None,
     ) -> None:
         self._context = context
         self.topology, self.node, self.participants = context.topology, context.node, context.participants
@@ -71,23 +70,18 @@ class Engine:
         self.progress = {rank: Progress() for rank in self.topology.ranks[self.node]}
         self._work = ThreadWork(context.outside.run_jobs)
         self.operations = NodeOperations(context, self._work, self)
-        self._plans = Plans(Team(context.settings.kernel_threads), memory)
-        self.homes = ParameterService(
-            context, self._work, epoch, self.operations.home_failed, self._operations_of, kept
-        )
-        self.snapshots = Snapshots(context, self._plans, self.homes)
-        self.codecs = CodecService(self.operations, self._plans, self.homes)
+        self._plans = Plans(Team(context.settings.kernel_threads), keeps_before=left is not None)
+        self.homes = ParameterService(context, self._work, epoch, self.operations.home_failed, self._operations_of)
+        self.keeper = Keeper(self.operations, self._plans, self.homes, epoch, left)
+        self.snapshots = Snapshots(context, self.keeper)
+        self.codecs = CodecService(self.operations, self.keeper)
         self._questions = Questions(context, os.getpid(), self)
         self._coordination = Coordination(context, self._questions, self, epoch)
-        self.exchanges = Exchanges(
-            self.operations, self._plans, self.homes, self.codecs, self._coordination, self.progress, epoch
-        )
+        self.exchanges = Exchanges(self.operations, self.keeper, self.codecs, self._coordination, self.progress, epoch)
         self._agreement = self.exchanges.agreement
         self.messages = Messaging(self.operations, self.exchanges.starter, self._questions)
         self._sections: tuple[Section, ...] = (self.exchanges, self.homes, self.messages)
-        self._proposals = Proposals(
-            self.operations, self._coordination, self.codecs, self.homes, self._plans, self.snapshots
-        )
+        self._proposals = Proposals(self.operations, self._coordination, self.codecs, self.keeper, self.snapshots)
         self._stalls = Stalls(self.operations, self._coordination, self._questions, self.homes, self._proposals)
         self.groups = Groups(self.operations, self._agreement, self._stalls, self.messages)
         self.handlers = self._handlers()
@@ -311,10 +305,6 @@ class Engine:
     def when_quiet(self, then: Callable[[], None]) -> None:
         """Calls `then` when no job of an operation, failed or not, is in the kernel pool: at once, or later."""
         self._work.when_all_quiet(then)
-
-    def remember(self) -> None:
-        """Leaves the memory of codecs for the next formation. To be called once the job has failed and all is quiet."""
-        self._plans.remember(self.operations.clocks())
 
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""

@@ -15,7 +15,7 @@ from fusion_rt.core.errors import FusionError, StepGivenUp, WireError
 from fusion_rt.kernels.ordinary import Operand
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
-from fusiond.buckets.plans import BucketState, Plans, PlanState
+from fusiond.buckets.plans import BucketState, PlanState
 from fusiond.control.coordination import Coordination
 from fusiond.control.waiting import describe, explain_order
 from fusiond.core.contribution import Contribution
@@ -24,11 +24,11 @@ from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
 from fusiond.engine.agreement import Agreement
 from fusiond.engine.codec_service import CodecService
+from fusiond.engine.keeper import Keeper
 from fusiond.operations.admission import SCRATCH_BYTES, Admission
 from fusiond.operations.operation import NodeOperations, Operation, OperationState
 from fusiond.operations.progress import Progress
 from fusiond.operations.starter import Starter
-from fusiond.shards import ParameterService
 from fusiond.transport.early_credit import EARLY_BYTES
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
 
@@ -71,7 +71,7 @@ class Exchanges:
     """The operations of one engine that are exchanges.
 
     Args:
-        operations, plans, homes, codecs, coordination, progress: the engine's.
+        operations, keeper, codecs, coordination, progress: the engine's.
         epoch: the membership epoch.
 
     Attributes:
@@ -84,8 +84,7 @@ class Exchanges:
     def __init__(
         self,
         operations: NodeOperations,
-        plans: Plans,
-        homes: ParameterService,
+        keeper: Keeper,
         codecs: CodecService,
         coordination: Coordination,
         progress: Mapping[int, Progress],
@@ -95,8 +94,7 @@ class Exchanges:
         self._operations = operations
         self._context = context
         self._participants = context.participants
-        self._plans = plans
-        self._homes = homes
+        self._plans, self._homes = keeper.plans, keeper.homes
         self._codecs = codecs
         self._progress = progress
         self._clocks = wire.clock_range(epoch)
@@ -108,7 +106,7 @@ class Exchanges:
         self._making_room = False
         self._early_bytes = 0  # those that wait at most: those that went on are taken off when they seem too many
         self.starter = Starter(operations)
-        self.agreement = Agreement(operations, coordination, homes, plans, self.starter)
+        self.agreement = Agreement(operations, coordination, keeper, self.starter)
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 

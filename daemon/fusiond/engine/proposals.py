@@ -12,17 +12,16 @@ from fusion_rt.core import plugins
 from fusion_rt.core.errors import FusionError
 from fusion_rt.wire import OpKey
 from fusiond import algorithms
-from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import check_proposal
 from fusiond.control import planning
 from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import PlanKey, subject_of
 from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
+from fusiond.engine.keeper import Keeper
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.operation import NodeOperations
 from fusiond.operations.thread_work import INLINE_WORK
-from fusiond.shards import ParameterService
 
 _REMEMBERED = 64  # proposals that were refused, so that a new coordinator can tell nodes that have not heard of it
 
@@ -31,7 +30,7 @@ class Proposals:
     """The proposals of plans by local workers, and the plans made of them.
 
     Args:
-        operations, coordination, codec_service, homes, plans, snapshots: the engine's.
+        operations, coordination, codec_service, keeper, snapshots: the engine's.
 
     Attributes:
         waiting: the workers' handles of proposals without an answer, by rank.
@@ -42,8 +41,7 @@ class Proposals:
         operations: NodeOperations,
         coordination: Coordination,
         codec_service: CodecService,
-        homes: ParameterService,
-        plans: Plans,
+        keeper: Keeper,
         snapshots: Snapshots,
     ) -> None:
         self.waiting: dict[PlanKey, dict[int, int]] = {}
@@ -52,8 +50,7 @@ class Proposals:
         self._context = operations.context
         self._coordination = coordination
         self._codecs = codec_service
-        self._homes = homes
-        self._plans = plans
+        self._keeper = keeper
         self._snapshots = snapshots
         self._proposed: dict[PlanKey, dict[int, wire.Proposal]] = {}  # those of `waiting`
         self._made: dict[tuple[int, str], wire.MadePlan] = {}  # by process set and group
@@ -133,7 +130,7 @@ class Proposals:
             for rank, handle in waiting.items():
                 self._context.outside.to_worker(rank, wire.Planned(handle, plan))
 
-        self._homes.when_quiet(plan.id, tell)  # which may have to load a state, clocks included
+        self._keeper.homes.when_quiet(plan.id, tell)  # which may have to load a state, clocks included
         for operation in [r for r in self._operations.under_way.values() if r.key.plan == plan.id]:
             self._operations.engine.advance(operation)
 
@@ -158,20 +155,16 @@ class Proposals:
     def _is_open(self, plan: wire.Plan, again: Callable[[], None]) -> bool:
         """Returns whether the codecs of a plan may be opened at once, or have been; else opens them beside the event
         loop, and calls back."""
-        job = self._plans.opening(plan, self._context.participants.members(plan.process_set))
+        job = self._keeper.opening(plan)
         if job is None or plan.nbytes <= INLINE_WORK:
             return True
         return self._codecs.prepare(job, f"the plan of {plan.group!r}", again)
 
     def _install(self, plan: wire.Plan) -> None:
-        why = self._plans.install(plan, self._context.participants.members(plan.process_set))
-        if why:
-            self._context.outside.warn(why)
         record_plan(self._context.trace, plan)
-        state = self._plans.get(plan.id)
-        if state.at_homes and self._homes.install(state):
+        if self._keeper.install(plan):
             try:
-                self._snapshots.open(state)
+                self._snapshots.open(self._keeper.plans.get(plan.id))
             except FusionError as error:
                 self._context.outside.job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
 

@@ -4,34 +4,163 @@ Nodes with homes tell each other which snapshots they have. The first of them sa
 which one all keep until then: the latest that all have written. So a job that is killed at any moment leaves one that
 all nodes have, and the next job's first node says that all begin with that. Workers save nothing here: with the first
 answer they get the values of the homes.
+
+The directory may be on a disk that all hosts share. Then a daemon that was cut off may still be writing there when
+another one has taken its place. So a daemon first puts a token of its own into a file, and looks for it whenever it is
+about to change anything. One that was replaced finds another token, and leaves all as it is.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+
+import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
-from fusiond.buckets.plans import Plans, PlanState
+from fusion_rt.host.private_files import replacing
+from fusion_rt.local import array_codec
+from fusion_rt.local.saved_state import State
+from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.dispatch import Handlers
-from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
+from fusiond.engine.keeper import Keeper
 from fusiond.operations.context import Context
-from fusiond.shards import ParameterService
 
 SLOW_S = 60.0  # seconds after which it is said that the file system does not answer
+_PLAN = "plan"  # the entry that says of which plan a file is
+
+
+class SnapshotError(FusionError):
+    """A snapshot cannot be used, or not be written."""
+
+
+class SnapshotFiles:
+    """The files of one node.
+
+    Args:
+        directory: where they are; it is made if it is not there.
+        node: whose they are.
+    """
+
+    def __init__(self, directory: str, node: int) -> None:
+        self._directory, self._node = directory, node
+        self._token = secrets.token_hex(8)
+        self._claimed: set[str] = set()  # prefixes
+
+    def path(self, plan: wire.Plan, number: int) -> str:
+        """Returns the path of a snapshot of a plan's group."""
+        return os.path.join(self._directory, f"{self._prefix(plan)}{number}.snapshot")
+
+    def numbers(self, plan: wire.Plan) -> tuple[int, ...]:
+        """Returns the numbers of the snapshots of a plan's group. Raises `SnapshotError` if the directory cannot be
+        read."""
+        pattern = re.compile(rf"{re.escape(self._prefix(plan))}(\d{{1,15}})\.snapshot")
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise SnapshotError(f"the snapshots in {self._directory} cannot be read: {error.strerror}") from error
+        return tuple(sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name))))
+
+    def write(self, plan: wire.Plan, number: int, state: Mapping[str, Array], keep: int) -> None:
+        """Writes a snapshot.
+
+        Args:
+            number: of this one.
+            keep: number of the one that is kept besides; the others are removed. 0: all are kept.
+
+        Raises:
+            SnapshotError: that is not possible, or another daemon has taken this one's place. Kept snapshots are left.
+        """
+        arrays = {**state, _PLAN: _fingerprint(plan)}
+        data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
+        array_codec.write(arrays, data)
+        path = self.path(plan, number)
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            self._claim(self._prefix(plan))
+            self._check_claim(plan)
+            for old in self.numbers(plan) if keep else ():
+                if old != keep:
+                    os.unlink(self.path(plan, old))
+            with replacing(path, f"{path}.{self._token}.new") as file:
+                file.write(data.data)
+                file.flush()
+                os.fsync(file.fileno())
+                self._check_claim(plan)
+        except OSError as error:
+            raise SnapshotError(
+                f"no snapshot could be written to {path}: {error.strerror}; the one before is left"
+            ) from error
+
+    def read(self, plan: wire.Plan, number: int) -> State:
+        """Returns the contents of a snapshot.
+
+        Raises:
+            SnapshotError: the file is damaged, or of other parameters or another number of nodes.
+        """
+        path = self.path(plan, number)
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+                    raise FusionError(
+                        f"it belongs to user {status.st_uid} or can be written by others, and is not believed"
+                    )
+                arrays = array_codec.read(np.frombuffer(file.read(), np.uint8))
+        except (OSError, FusionError) as error:
+            raise SnapshotError(f"the snapshot {path} cannot be read: {error}") from error
+        found = arrays.pop(_PLAN, None)
+        if found is None or not np.array_equal(found, _fingerprint(plan)):
+            raise SnapshotError(
+                f"the snapshot {path} is of other parameters, another algorithm, or other hosts with shards; use it "
+                "with a job like the one that it was written by, or remove it"
+            )
+        return {key: value.copy() for key, value in arrays.items()}
+
+    def _claim(self, prefix: str) -> None:
+        """Takes the place of an earlier writer of files with this prefix, and removes its unfinished ones. Done
+        once: a second claim says that this one has been replaced."""
+        if prefix in self._claimed:
+            return
+        with replacing(os.path.join(self._directory, f"{prefix}owner")) as file:
+            file.write(self._token.encode())
+        self._claimed.add(prefix)
+        for name in os.listdir(self._directory):
+            if name.startswith(prefix) and name.endswith(".new"):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self._directory, name))
+
+    def _check_claim(self, plan: wire.Plan) -> None:
+        with open(os.path.join(self._directory, f"{self._prefix(plan)}owner"), "rb") as file:
+            if file.read(64) != self._token.encode():
+                raise SnapshotError(
+                    f"node {self._node} writes no snapshots to {self._directory} any more: another daemon has taken "
+                    "its place there since"
+                )
+
+    def _prefix(self, plan: wire.Plan) -> str:
+        name = hashlib.blake2b(f"{plan.process_set} {plan.group}".encode(), digest_size=6).hexdigest()
+        return f"{name}.node{self._node}."
 
 
 class Snapshots:
     """One node's part in the snapshots.
 
     Args:
-        context, plans, homes: of this node. The settings say where, and whether homes begin with the files there.
+        context, keeper: of this node. The settings say where, and whether homes begin with the files there.
     """
 
-    def __init__(self, context: Context, plans: Plans, homes: ParameterService) -> None:
-        self._context, self._plans, self._homes = context, plans, homes
+    def __init__(self, context: Context, keeper: Keeper) -> None:
+        self._context, self._keeper = context, keeper
         self._restores = context.settings.snapshot_restore
         self._files = SnapshotFiles(context.settings.snapshot_directory, context.node)
         self._held: dict[int, dict[int, tuple[int, ...]]] = {}  # numbers that nodes have, by plan and node
@@ -55,7 +184,7 @@ class Snapshots:
         plan = state.plan
         self._held = {known: held for known, held in self._held.items() if known >= plan.id or self._state(known)}
         if self._restores:
-            self._homes.hold(plan.id)
+            self._keeper.homes.hold(plan.id)
         if self._context.node in self._nodes(state):
             self._tell(state, self._numbers(plan))
 
@@ -71,7 +200,7 @@ class Snapshots:
     def take(self) -> None:
         """Has all nodes write the values of their homes, if this is the first of them, and all have written the one
         before. A failure is a warning: training goes on."""
-        for state in self._plans:
+        for state in self._keeper.plans:
             if not state.at_homes:
                 continue
             nodes, plan = self._nodes(state), state.plan.id
@@ -86,7 +215,7 @@ class Snapshots:
             self._order(state, wire.SnapshotOrder(plan, max(_common(held), default=0), number))
 
     def _state(self, plan: int) -> PlanState | None:
-        return next((state for state in self._plans if state.plan.id == plan and state.at_homes), None)
+        return next((state for state in self._keeper.plans if state.plan.id == plan and state.at_homes), None)
 
     def _nodes(self, state: PlanState) -> set[int]:
         """Returns the nodes that have homes of a plan."""
@@ -154,12 +283,12 @@ class Snapshots:
         plan = state.plan
         if not number:
             self._opened.add(plan.id)
-            self._homes.release(plan.id)
+            self._keeper.homes.release(plan.id)
             return
         if plan.id in self._loading:
             return
         self._loading.add(plan.id)
-        found: dict[str, Array] = {}
+        found = State()
 
         def loaded(error: BaseException | None) -> None:
             self._loading.discard(plan.id)
@@ -172,7 +301,7 @@ class Snapshots:
 
         def read(error: BaseException | None) -> None:
             if error is None:
-                self._homes.load(plan.process_set, plan.group, found, loaded)
+                self._keeper.load(state.group, found, False, loaded)
             else:
                 loaded(error)
 
@@ -184,20 +313,19 @@ class Snapshots:
         if plan in self._under_way:
             return  # the first node is another one than before, and does not know
         self._under_way.add(plan)
-        saved: dict[str, Array] = {}
+        saved = State()
 
         def copied(error: BaseException | None) -> None:
             if error is not None:
                 self._context.outside.warn(f"no snapshot is written: {error}")
-            homes = {key: value for key, value in saved.items() if key.startswith("home:")}
-            begun = [key.removesuffix("version") for key in homes if key.endswith(":-1:version")]
-            if error is None and all(f"{shard}value" in homes for shard in begun):
-                self._write(state, order, homes)
+            begun = [key.removesuffix("version") for key in saved if key.endswith(":-1:version")]
+            if error is None and all(f"{shard}value" in saved for shard in begun):
+                self._write(state, order, saved)
                 return  # else the first rank's parameters have not come yet
             self._under_way.discard(plan)
             self._tell(state, self._held.get(plan, {}).get(self._context.node, ()))
 
-        self._homes.save(plan, saved, copied)
+        self._keeper.homes.save(plan, saved, copied, senders=False)
 
     def _write(self, state: PlanState, order: wire.SnapshotOrder, saved: Mapping[str, Array]) -> None:
         """Writes a snapshot of a plan."""
@@ -229,3 +357,10 @@ class Snapshots:
 def _common(held: list[tuple[int, ...]]) -> set[int]:
     """Returns the numbers that all nodes have."""
     return set(held[0]).intersection(*held[1:])
+
+
+def _fingerprint(plan: wire.Plan) -> Array:
+    """Returns a fingerprint of the buckets of a plan, and of where their homes are."""
+    text = repr((plan.buckets, plan.homes, plan.reduction.algorithm, plan.reduction.optimizer))
+    fingerprint: Array = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
+    return fingerprint

@@ -7,16 +7,14 @@ algorithm, and is answered into the arena:
     push_pull.py       contributions of local workers, which wait for answers
     reassembly.py      pieces from peers, checked, and put together to messages (messages.py, which has their codecs)
     server.py          the homes here, the threads that work on them, and the steps of an algorithm, carried out;
-                       hosted_home.py: one home and its queue
-    checkpoint.py      the saved state of homes and contributions
-    mirrors.py         copies of shards on other nodes, which are told of each update (history.py), and both from one
-                       formation to the next
+                       hosted_home.py: one home, its queue, and its saved state
+    mirrors.py         copies of shards on other nodes, which are told of each update
     waits.py           contributions that wait for answers, and ranks that wait elsewhere, for which homes do not wait
 
-`service.py` joins them. They share `node.py`: this node, its way to others and the room there; `staleness.py`: meters.
+`service.py` joins them, and has their state saved and restored. They share `node.py`: this node, its way to others and
+the room there; `staleness.py`: meters.
 """
 
-from fusiond.shards.mirrors import KeptShards
-from fusiond.shards.service import ParameterService
+from fusiond.shards.service import EndedShards, ParameterService, Then
 
-__all__ = ["KeptShards", "ParameterService"]
+__all__ = ["EndedShards", "ParameterService", "Then"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,19 +12,21 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.algorithms import Signal
 from fusion_rt.codecs import BucketCodec
-from fusiond.algorithms import shard_optimizer
+from fusion_rt.core.errors import WireError
+from fusion_rt.local.saved_state import State, counts
 from fusiond.algorithms.home import Home, HomeAlgorithm
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
-from fusiond.shards.history import ShardHistory, ToMirror
-from fusiond.shards.messages import copied
+from fusiond.shards.messages import copied, open_codec
+from fusiond.shards.mirrors import ShardHistory, ToMirror, begin
 from fusiond.shards.node import Reservation
 
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
+_OF_CODECS = ("codec/", "answers/")  # what the entries of a home's codecs begin with, in a saved state
+_ADDRESSEES = re.compile(r"answers/(-1|\d{1,9})/(added|whole)", re.ASCII)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,9 +166,84 @@ class HostedHome:
         if self.history is not None:
             self.history.tell_all()
 
+    # --- saved, and restored ------------------------------------------------------------------------------------------
 
-def begin(home: Home, state: PlanState, bucket: wire.Bucket, value: Array) -> None:
-    """Gives a bucket's home a value, and an optimizer, if it has one. Raises `ShardOptimizerError`."""
-    if state.spec.signal is Signal.GRADIENT:
-        home.optimizer = shard_optimizer.make(state.plan.reduction.optimizer, bucket, value)
-    home.value = value
+    def saved(self) -> State:
+        """Returns its state: that of `Home.saved`, `version` and `done`; `codec/KEY` is of its own codec,
+        `answers/RANK/added/KEY` (or `whole`) of those of what it sends. What ranks have been told is not in it: a rank
+        that goes on from a checkpoint says what it has."""
+        home = self.home
+        state: State = {
+            "version": np.array([home.version], np.int64),
+            "done": np.array([home.done[rank] for rank in range(home.ranks)], np.int64),
+        }
+        if home.codec is not None:
+            state |= {f"codec/{key}": value for key, value in _remembered(home.codec)}
+        for (position, added), codec in self.encoders.items():
+            prefix = f"answers/{position}/{'added' if added else 'whole'}"
+            state |= {f"{prefix}/{key}": value for key, value in _remembered(codec)}
+        return state | home.saved()
+
+    def check(self, entries: Mapping[str, Array]) -> None:
+        """Raises `WireError` unless it can go on from these, but for what codecs make of theirs."""
+        of, lasting = f"the home of bucket {self.bucket.index}", dict(entries)
+        counts(lasting.pop("version", None), 1, of)
+        counts(lasting.pop("done", None), self.home.ranks, of)
+        for key in [key for key in lasting if key.startswith(_OF_CODECS) and lasting[key].dtype.kind in "iuf"]:
+            del lasting[key]
+        self.home.check(lasting, of)
+
+    def opened(self, entries: Mapping[str, Array]) -> RestoredCodecs:
+        """Opens codecs that go on from these, on a thread. Raises `FusionError`.
+
+        What is left out of them is zeros: see `saved`.
+        """
+        taken: dict[str, State] = {}
+        for key, value in entries.items():
+            if key.startswith(_OF_CODECS):
+                *whose, name = key.split("/", 1 if key.startswith("codec/") else 3)
+                taken.setdefault("/".join(whose), {})[name] = value
+        found, home = RestoredCodecs(), self.home
+        for owner, state in taken.items():
+            if owner == "codec" and home.codec is not None:
+                found.own = codec = open_codec(self.plan, self.bucket, home.rank, remembers=False)
+            elif (to := _ADDRESSEES.fullmatch(owner)) and int(to[1]) < home.ranks:
+                codec = open_codec(self.plan, self.bucket, home.ranks, remembers=to[2] == "added")
+                found.answers[int(to[1]), to[2] == "added"] = codec
+            else:
+                raise WireError(
+                    f"the saved state has the codec {owner[:200]!r} of bucket {self.bucket.index}, which has none"
+                )
+            codec.load_state_dict(codec.state_dict() | state)
+        return found
+
+    def restore(self, entries: Mapping[str, Array], codecs: RestoredCodecs) -> None:
+        """Goes on from checked entries, and from the codecs that were `opened` for them; the arrays become its own.
+        Raises `ShardOptimizerError`."""
+        home, value = self.home, entries.get("value")
+        if value is not None:
+            value = value.astype(home.dtype.storage)
+            if home.rank < 0:
+                self.begin(value)
+            else:
+                home.value = value
+        home.version = int(entries["version"][0])
+        home.done = dict(enumerate(int(count) for count in entries["done"]))
+        home.scratch.clear()
+        home.load(entries)
+        home.codec = codecs.own or home.codec
+        self.encoders = codecs.answers
+        self.was_set()
+
+
+@dataclass
+class RestoredCodecs:
+    """Codecs of a home, as they are restored: its `own`, and of its `answers`, as `HostedHome.encoders`."""
+
+    own: BucketCodec | None = None
+    answers: dict[tuple[int, bool], BucketCodec] = field(default_factory=dict)
+
+
+def _remembered(codec: BucketCodec) -> Iterator[tuple[str, Array]]:
+    """Yields what a codec remembers, but for zeros: the residuals of one that has none."""
+    return ((key, value) for key, value in codec.state_dict().items() if value.any())

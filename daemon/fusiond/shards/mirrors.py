@@ -6,8 +6,8 @@ same changes; so it has all that the shard has, to the bit where both nodes comp
 contributions when the mirror has the change that they count in: what a worker has been told outlives either of the two
 nodes.
 
-The mirror leaves the last change open until the next one comes. When the formation ends it can be said whether that
-one counts: shards and mirrors are kept until the workers have taken them to the next formation (`KeptShards`). A step
+The mirror leaves the last change open until the next one comes. When the formation ends it can be said whether that one
+counts: shards and mirrors are kept until the workers have taken them to the next formation (`Keeper.recall`). A step
 that was under way ends the same for all shards: workers agree about the last clock that counts, of which one of them or
 none has all answers, and ask for the state of shards then. A home has its last update and its state before that; its
 mirror can still leave the last update out. No home takes in a clock before all workers have the answers to the one
@@ -17,29 +17,34 @@ before, so two states are enough.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fusion_rt import wire
+from fusion_rt.algorithms import Signal
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusion_rt.local import array_codec
+from fusion_rt.local.saved_state import State
+from fusiond.algorithms import shard_optimizer
 from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
-from fusiond.operations.thread_work import Act, ThreadWork
-from fusiond.shards.history import ShardHistory, ToMirror, state_of
-from fusiond.shards.hosted_home import begin
 from fusiond.shards.messages import joined
 from fusiond.shards.node import ThisNode
-from fusiond.shards.push_pull import PushPullClient
 
 _MAX_EARLY = 1024  # messages of a shard that may come before others
+
+
+def begin(home: Home, state: PlanState, bucket: wire.Bucket, value: Array) -> None:
+    """Gives a bucket's home, or its mirror, a value, and an optimizer, if it has one. Raises `ShardOptimizerError`."""
+    if state.spec.signal is Signal.GRADIENT:
+        home.optimizer = shard_optimizer.make(state.plan.reduction.optimizer, bucket, value)
+    home.value = value
 
 
 def mirror_of(state: PlanState, node: int) -> int | None:
@@ -49,6 +54,73 @@ def mirror_of(state: PlanState, node: int) -> int | None:
         return None
     others = [other for other in state.members.nodes if other != node]
     return min((other for other in others if other > node), default=min(others, default=None))
+
+
+class ToMirror(NamedTuple):
+    """A message to a mirror: all that its shard has, or a change (`HomeAlgorithm.change`).
+
+    Attributes:
+        clock: `Home.clock` after it.
+        payloads: the image, or the values of the change, in pieces, until they are joined.
+        rates, samples, rank: of the change.
+    """
+
+    kind: Literal["image", "update"]
+    clock: int
+    payloads: list[memoryview]
+    rates: tuple[float, ...] = ()
+    samples: int = 1
+    rank: int = 0
+
+
+class ShardHistory:
+    """Notes the changes of a shard, each before it is made. One thread at a time uses it, or several if the shard's
+    algorithm lets several threads at it.
+
+    Args:
+        home: the shard.
+        keeps_before: what the shard was before the last change is wanted.
+        outbox: for the mirror; None if there is none.
+    """
+
+    def __init__(self, home: Home, keeps_before: bool, outbox: deque[ToMirror] | None) -> None:
+        self.home, self._keeps_before, self._outbox = home, keeps_before, outbox
+        self._before: tuple[int, State] | None = None
+
+    def note(self, part: Contribution) -> None:
+        """Notes a change that is about to be made."""
+        home = self.home
+        if self._keeps_before:
+            value = None if self._before is None else self._before[1]["value"]
+            self._before = home.clock, home.saved(value)
+        if self._outbox is not None:
+            # A mean is owned here; a worker's values lie in its arena, or in a message.
+            values: Array = part.values if part.values.flags.owndata else part.values.copy()
+            payload = values.view(np.uint8).data if part.samples else memoryview(b"")
+            self._outbox.append(ToMirror("update", part.clock + 1, [payload], part.rates, part.samples, part.rank))
+
+    def tell_all(self) -> None:
+        """Has the mirror told all that the shard has, which was set to something else than the last change's result."""
+        self._before = None
+        if self._outbox is not None:
+            self._outbox.append(ToMirror("image", self.home.clock, [_image_of(self.home)]))
+
+    def state_at(self, clock: int) -> State | None:
+        """Returns copies of what the shard had when all contributions before a clock counted, and no other ones; None
+        if that is not known any more. Keys are those of `Home.saved`."""
+        if self.home.clock <= clock:
+            return self.home.saved()
+        if self._before is None or self._before[0] > clock:
+            return None
+        return {key: value.copy() for key, value in self._before[1].items()}
+
+
+def _image_of(home: Home) -> memoryview:
+    """Returns a home's lasting state as bytes."""
+    state = home.saved()
+    image = np.empty(array_codec.nbytes_of(state), np.uint8)
+    array_codec.write(state, image)
+    return image.data
 
 
 class Mirror:
@@ -94,7 +166,7 @@ class Mirror:
             raise WireError(f"a change of bucket {self.bucket.index} came to its mirror before the bucket itself")
         self._is_whole = True
 
-    def state_at(self, clock: int) -> dict[str, Array] | None:
+    def state_at(self, clock: int) -> State | None:
         """Returns what `ShardHistory.state_at` does, when no thread is at work on it any more."""
         while self.queue:
             self.take(self.queue.popleft()[1])
@@ -102,7 +174,7 @@ class Mirror:
             return None
         if self._open is not None and self._open.clock <= clock:
             self._change()
-        return state_of(self._home) if self._home.clock <= clock else None
+        return self._home.saved() if self._home.clock <= clock else None
 
     def _change(self) -> None:
         told, self._open = self._open, None
@@ -113,22 +185,16 @@ class Mirror:
             self._home.clock = told.clock
 
     def _begin(self, told: ToMirror) -> None:
-        of = f"the image of bucket {self.bucket.index}"
+        home, of = self._home, f"bucket {self.bucket.index}"
         image = np.frombuffer(joined(told.payloads), np.uint8)
-        state = {key: value.copy() for key, value in array_codec.read(image).items()}
-        value = state.pop("value", None)
-        if value is None or value.shape != (self._home.elements,) or value.dtype != self._home.dtype.storage:
-            raise WireError(f"{of} does not have its {self._home.elements} elements")
-        parts: dict[str, dict[str, Array]] = {"aux": {}, "optimizer": {}}
-        for key, entry in state.items():
-            kind, _, name = key.partition("/")
-            if kind not in parts:
-                raise WireError(f"{of} has {key!r}, which is neither its algorithm's nor its optimizer's")
-            parts[kind][name] = entry
-        begin(self._home, self._plan, self.bucket, value)
-        if self._home.optimizer is not None:
-            self._home.optimizer.load(parts["optimizer"])
-        self._home.aux, self._home.clock, self._open = parts["aux"], told.clock, None
+        entries = {key: value.copy() for key, value in array_codec.read(image).items()}
+        home.check(entries, of)
+        value = entries.pop("value", None)
+        if value is None or value.dtype != home.dtype.storage:
+            raise WireError(f"the image of {of} does not have its {home.elements} elements")
+        begin(home, self._plan, self.bucket, value)
+        home.load(entries)
+        home.clock, self._open = told.clock, None
 
 
 class Mirrors:
@@ -187,74 +253,3 @@ class Mirrors:
         mirror.busy = False
         self._here.took(node, message, message.nbytes)
         self._turn(node, mirror)
-
-
-@dataclass(frozen=True)
-class KeptPlan:
-    """The shards of one plan on one node, and its mirrors of others.
-
-    Attributes:
-        epoch, plan: of which membership epoch, and which plan.
-        homes: by bucket; those that had begun.
-        mirrors: of homes on another node.
-        clients: of local workers, with what their codecs have not sent.
-        work: the threads that may still be at work on them.
-    """
-
-    epoch: int
-    plan: int
-    homes: Sequence[tuple[int, ShardHistory]]
-    mirrors: Sequence[Mirror]
-    clients: Sequence[PushPullClient]
-    work: ThreadWork
-
-
-class KeptShards:
-    """All that a daemon has kept, by process set and group."""
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[int, str], KeptPlan] = {}
-
-    def keep(self, group: tuple[int, str], kept: KeptPlan) -> None:
-        """Keeps shards of a formation that has ended."""
-        self._plans[group] = kept
-        kept.work.when_all_quiet(lambda: _let_go(kept))
-
-    def drop(self, group: tuple[int, str]) -> None:
-        """Drops what was kept of a group, which has another plan."""
-        self._plans.pop(group, None)
-
-    def when_quiet(self, group: tuple[int, str], then: Act) -> None:
-        """Calls `then` when no thread is at work on what is kept of a group: at once, or later."""
-        kept = self._plans.get(group)
-        if kept is None:
-            then()
-        else:
-            kept.work.when_all_quiet(then)
-
-    def recall(self, group: tuple[int, str], epoch: int, plan: int, clock: int) -> dict[str, Array]:
-        """Returns what shards, mirrors and the codecs of workers had when all contributions before a clock counted, and
-        no other ones: `home:BUCKET:-1:KEY`, `mirror:BUCKET:-1:KEY` and `sender:BUCKET:RANK:codec/KEY`. Those of which
-        that is not known are left out.
-
-        Args:
-            epoch, plan: of which it is; else nothing is returned.
-        """
-        kept = self._plans.get(group)
-        if kept is None or (kept.epoch, kept.plan) != (epoch, plan):
-            return {}
-        states: list[tuple[str, dict[str, Array] | None]] = []
-        states += [(f"home:{bucket}:-1", history.state_at(clock)) for bucket, history in kept.homes]
-        states += [(f"mirror:{mirror.bucket.index}:-1", mirror.state_at(clock)) for mirror in kept.mirrors]
-        found = {f"{prefix}:{key}": value for prefix, state in states for key, value in (state or {}).items()}
-        for client in kept.clients:
-            prefix = f"sender:{client.bucket.index}:{client.rank}:codec"
-            found |= {f"{prefix}/{key}": value for key, value in client.remembered_at(clock).items()}
-        return found
-
-
-def _let_go(kept: KeptPlan) -> None:
-    """Drops contributions, which are in the arenas of workers, when no thread works on them any more."""
-    for _, history in kept.homes:
-        history.home.slots.clear()
-        history.home.waiting.clear()

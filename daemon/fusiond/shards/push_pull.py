@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.core.errors import WireError
+from fusion_rt.local.saved_state import State
 from fusion_rt.tracing.format import Kind
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
@@ -55,7 +56,7 @@ class PushPullClient:
     queued: bool = False
     busy: bool = False
     failed: str = ""
-    before: tuple[int, dict[str, Array]] | None = None
+    before: tuple[int, State] | None = None
 
     @property
     def home(self) -> int:
@@ -80,17 +81,36 @@ class PushPullClient:
         """Opens the codec of its contributions, which every rank rounds by draws of its own."""
         return open_codec(self.plan, self.bucket, self.plan.members.set.ranks.index(self.rank))
 
-    def remembered_at(self, clock: int) -> dict[str, Array]:
-        """Returns copies of what its codec remembers of all contributions before a clock, and of no other ones."""
+    def saved(self) -> State:
+        """Returns its state: its `counts`, clock and version, and `codec/KEY` of its codec, if there is one yet."""
+        state: State = {"counts": np.array([self.clock, self.version], np.int64)}
+        return state if self.codec is None else state | _of_codec(self.codec.state_dict())
+
+    def saved_at(self, clock: int) -> State:
+        """Returns what its codec remembers of all contributions before a clock, and of no other ones."""
         if self.before is not None and self.before[0] >= clock:
-            return {key: value.copy() for key, value in self.before[1].items()}
-        return {} if self.codec is None else self.codec.state_dict()
+            return _of_codec({key: value.copy() for key, value in self.before[1].items()})
+        return {} if self.codec is None else _of_codec(self.codec.state_dict())
+
+    def opened_from(self, entries: Mapping[str, Array]) -> BucketCodec | None:
+        """Opens the codec with which it goes on from saved entries, on a thread; None if it had none. An entry `moved`
+        says that they are from other buckets, and so not all that this one's codec has. Raises `CodecError`."""
+        state = {key.removeprefix("codec/"): value for key, value in entries.items() if key not in ("counts", "moved")}
+        if not state:
+            return None
+        codec = self.opened()
+        codec.load_state_dict(state, partial="moved" in entries)
+        return codec
 
     def release(self) -> Contribution:
         """Ends the wait for an answer; returns what was posted."""
         assert self.post is not None
         post, self.post, self.awaits = self.post, None, False
         return post
+
+
+def _of_codec(state: Mapping[str, Array]) -> State:
+    return {f"codec/{key}": value for key, value in state.items()}
 
 
 class PushPullClients:

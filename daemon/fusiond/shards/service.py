@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from fusion_rt import wire
+from fusion_rt.codecs import BucketCodec
 from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.local.saved_state import State, StateOwner, by_owner, counts
 from fusiond.buckets.plans import BucketState, PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.operations.context import Context
 from fusiond.operations.thread_work import Act, ThreadWork
-from fusiond.shards.checkpoint import Checkpoints, Then, group_of
+from fusiond.shards.hosted_home import HostedHome, RestoredCodecs
 from fusiond.shards.messages import joined
-from fusiond.shards.mirrors import KeptPlan, KeptShards, Mirrors
+from fusiond.shards.mirrors import Mirror, Mirrors, ShardHistory
 from fusiond.shards.node import TO_MIRRORS, ThisNode
-from fusiond.shards.push_pull import PushPullClients
+from fusiond.shards.push_pull import PushPullClient, PushPullClients, under_way
 from fusiond.shards.reassembly import Reassembly
 from fusiond.shards.server import HomeServer
 from fusiond.shards.staleness import Meters
 from fusiond.shards.waits import Occupied, Operations, Waits
+
+Then: TypeAlias = Callable[[BaseException | None], None]
+"""Called in the event loop, with the exception if something has failed."""
+
+
+@dataclass(frozen=True)
+class EndedShards:
+    """The shards of a plan on one node, its mirrors of others, and the contributions of its workers, as they were when
+    the job could not go on.
+
+    Attributes:
+        homes: by bucket; those that had begun.
+        mirrors: of homes on another node.
+        clients: of local workers, with what their codecs have not sent.
+    """
+
+    homes: Sequence[tuple[int, ShardHistory]]
+    mirrors: Sequence[Mirror]
+    clients: Sequence[PushPullClient]
+
+    def saved_at(self, clock: int) -> State:
+        """Returns what all of them had when all contributions before a clock counted, and no other ones
+        (`fusion_rt.local.saved_state`). Those of which that is not known are left out. To be called by one thread."""
+        found: State = {}
+        for bucket, history in self.homes:
+            found |= StateOwner("home", bucket).keyed(history.state_at(clock) or {})
+        for mirror in self.mirrors:
+            found |= StateOwner("mirror", mirror.bucket.index).keyed(mirror.state_at(clock) or {})
+        for client in self.clients:
+            found |= StateOwner("sender", client.bucket.index, client.rank).keyed(client.saved_at(clock))
+        return found
 
 
 class ParameterService:
@@ -30,13 +66,13 @@ class ParameterService:
     Attributes:
         occupied: ranks that wait in other operations.
         waits: what local ranks wait for at homes, and what the homes here wait for.
+        ended: by plan, shards that outlive their formation, once the job cannot go on.
 
     Args:
         context, work: the engine's.
         epoch: the membership epoch.
         failed: called with an exception when something cannot be gone on with.
         operations: see `Occupied`.
-        kept: shards that outlive a formation, of the one before, and then of this one.
     """
 
     def __init__(
@@ -46,7 +82,6 @@ class ParameterService:
         epoch: int,
         failed: Callable[[BaseException], None],
         operations: Operations,
-        kept: KeptShards | None = None,
     ) -> None:
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been active
@@ -59,31 +94,34 @@ class ParameterService:
             lambda hosted, clock: self.occupied.passed(hosted, clock),
         )
         self._mirrors = Mirrors(self._here)
-        self._kept = kept or KeptShards()
+        self.ended: dict[int, EndedShards] = {}
         work.resume = self._server.resume
         self.occupied = Occupied(self._here, self._clients, self._server, operations)
         self.waits = Waits(self._here, self._clients, self._server)
         self._reassembly = Reassembly(self._here)
-        self._checkpoints = Checkpoints(self._here, self._clients, self._server)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
-    def install(self, state: PlanState) -> bool:
+    def install(self, state: PlanState, loaded: Mapping[str, Array] | None = None) -> bool:
         """A plan becomes active whose buckets have homes; it replaces the one that its group had. Returns whether it is
-        new: a rank that had joined may have asked for it again."""
+        new: a rank that had joined may have asked for it again.
+
+        Args:
+            loaded: the state that its homes and its workers' contributions go on from, if they do; see `restore`.
+        """
         plan = state.plan
         if plan.id in self._plans:
             return False
-        for old in [p.plan.id for p in self._plans.values() if group_of(p) == group_of(state)]:
+        for old in [p.plan.id for p in self._plans.values() if p.group == state.group]:
             self._drop(old, f"the plan of {plan.group!r} was replaced")
         self._plans[plan.id] = state
         self._latest = max(self._latest, plan.id)
         self._clients.open(state)
         self._server.open(state)
         self._mirrors.open(state)
-        self._kept.drop(group_of(state))
         self.occupied.open(state)
-        self._checkpoints.begin(state, partial(self._begun, plan.group))
+        if loaded:
+            self.restore(state, loaded, partial(self._begun, plan.group))
         for node, piece, payload in self._reassembly.kept():
             try:
                 self.peer(node, piece, payload)
@@ -106,7 +144,6 @@ class ParameterService:
         """Drops the plans of a process set that has been removed."""
         for plan in [p.plan.id for p in self._plans.values() if p.plan.process_set == process_set]:
             self._drop(plan, f"process set {process_set} was removed")
-        self._checkpoints.remove_set(process_set)
 
     def _drop(self, plan: int, why: str) -> None:
         del self._plans[plan]
@@ -216,9 +253,8 @@ class ParameterService:
                 hosted = [hosted for hosted in self._server if hosted.plan is state]
                 homes = [(one.bucket.index, one.history) for one in hosted if one.history is not None]
                 clients = [client for client in self._clients if client.plan is state]
-                mirrors = list(self._mirrors.of(id))
-                kept = KeptPlan(self._here.epoch, id, homes, mirrors, clients, self._here.work)
-                self._kept.keep(group_of(state), kept)
+                self.ended[id] = EndedShards(homes, list(self._mirrors.of(id)), clients)
+                self._here.work.when_all_quiet(partial(_let_go, [history for _, history in homes]))
         self.occupied.clear()
         self._clients.forget()
         self._server.clear()
@@ -258,59 +294,104 @@ class ParameterService:
         homes."""
         self._here.work.when_quiet(plan, then)
 
-    def save(self, plan: int, into: dict[str, Array], then: Then) -> None:
+    def save(self, plan: int, into: State, then: Then, senders: bool = True) -> None:
         """Has a thread copy the state of a plan's homes on this node, and what its workers have not sent, all as of one
         moment at which no thread is at work for the plan.
 
         Args:
-            into: gets the copies. The keys begin with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`.
+            into: gets the copies (`fusion_rt.local.saved_state`).
+            senders: also of what the workers have not sent.
             then: called in the event loop, with the exception if that fails.
         """
-        self.when_quiet(plan, partial(self._checkpoints.save, plan, into, then))
+        self.when_quiet(plan, partial(self._save, plan, into, then, senders))
 
-    def recall(self, asked: wire.RecallShards, then: Callable[[Callable[[], dict[str, Array]]], None]) -> None:
-        """Calls `then`, when that is possible, with what returns the shards that were kept of a formation before: to be
-        called by a thread (`KeptShards.recall`)."""
-        group = asked.process_set, asked.group
-        get = partial(self._kept.recall, group, asked.epoch, asked.plan, asked.clock)
-        self._kept.when_quiet(group, lambda: then(get))
-
-    def forget_unsent(self, process_set: int, group: str) -> None:
-        """Has the codecs of local contributions begin anew, in the active plan of a group; homes are as they were.
-        Raises `WireError` if something is under way."""
-        plan = self._plan_of(process_set, group)
-        if plan is not None:
-            self._clients.forget_unsent(plan.plan.id)
-
-    def load(self, process_set: int, group: str, state: Mapping[str, Array], then: Then) -> None:
-        """Loads such a state into the active plan of a group, or into its next one. A state of another optimizer fails
-        the job: the thread that makes the optimizer notices it.
-
-        Args:
-            state: stays as it is until `then` is called, in the event loop. That gets an error if the state is of other
-                buckets, or damaged, or something is under way. Nothing has changed then. It is not called any more when
-                the job cannot go on.
-        """
-        copies: dict[str, Array] = {}
-
-        def copied() -> None:
-            plan = self._plan_of(process_set, group)
-            if plan is None:
-                self._checkpoints.keep(process_set, group, copies)
-                then(None)
-            else:
-                self._checkpoints.restore(plan, copies, partial(loaded, plan.plan.id))
-
-        def loaded(plan: int, error: BaseException | None) -> None:
-            if error is None:
-                self.occupied.restored(plan)
-            then(error)
+    def _save(self, plan: int, into: State, then: Then, senders: bool) -> None:
+        homes = [hosted for hosted in self._server if hosted.plan.plan.id == plan]
+        clients = [client for client in self._clients if senders and client.plan.plan.id == plan]
 
         def copy() -> None:
-            copies.update((key, value.copy()) for key, value in state.items())
+            for hosted in homes:
+                into.update(StateOwner("home", hosted.bucket.index, hosted.home.rank).keyed(hosted.saved()))
+            for client in clients:
+                into.update(StateOwner("sender", client.bucket.index, client.rank).keyed(client.saved()))
 
-        self._here.do(0, copy, sum(value.nbytes for value in state.values()), copied)
+        if homes or clients:
+            self._server.at_all(plan, homes, copy, then)
+        else:
+            then(None)
 
-    def _plan_of(self, process_set: int, group: str) -> PlanState | None:
-        """Returns the active plan of a group; None if there is none."""
-        return next((plan for plan in self._plans.values() if group_of(plan) == (process_set, group)), None)
+    def restore(self, plan: PlanState, state: Mapping[str, Array], then: Then) -> None:
+        """Loads a saved state, whose arrays become those of homes, into an active plan. A thread opens and loads
+        codecs, and nothing is taken in at the plan's homes meanwhile. A state of another optimizer fails the job: the
+        thread that makes the optimizer notices it.
+
+        Args:
+            then: called in the event loop, with a `FusionError` if the state is of other buckets, or damaged, or
+                something is under way: nothing has changed then. It is not called when the job cannot go on.
+        """
+        try:
+            homes, clients = self._owners(plan, state)
+        except FusionError as error:
+            then(error)
+            return
+        of_homes: list[RestoredCodecs] = []
+        of_clients: list[BucketCodec | None] = []
+
+        def load() -> None:
+            of_homes.extend(hosted.opened(entries) for hosted, entries in homes)
+            of_clients.extend(client.opened_from(entries) for client, _, entries in clients)
+
+        def loaded(error: BaseException | None) -> None:
+            # They may have posted meanwhile.
+            error = error or next((under_way(one) for one, _, _ in clients if one.busy or one.queued), None)
+            if error is None:
+                for (client, (clock, version), _), codec in zip(clients, of_clients, strict=True):
+                    client.clock, client.version, client.codec = clock, version, codec
+                for (hosted, entries), of_codecs in zip(homes, of_homes, strict=True):
+                    hosted.closed = True
+                    work = partial(_restore, hosted, entries, of_codecs)
+                    self._server.when_free(hosted, partial(self._server.at, hosted, work, math.inf))  # as for a seed
+                self.occupied.restored(plan.plan.id)
+            then(error)
+
+        of_plan = [hosted for hosted in self._server if hosted.plan is plan]
+        self.when_quiet(plan.plan.id, partial(self._server.at_all, plan.plan.id, of_plan, load, loaded))
+
+    def _owners(
+        self, plan: PlanState, state: Mapping[str, Array]
+    ) -> tuple[list[tuple[HostedHome, State]], list[tuple[PushPullClient, list[int], State]]]:
+        """Returns the homes of a saved state with their entries, and the clients with their counts and entries. Raises
+        `WireError` for a state that cannot be loaded now."""
+        homes: list[tuple[HostedHome, State]] = []
+        clients: list[tuple[PushPullClient, list[int], State]] = []
+        for (kind, bucket, rank), entries in by_owner(state).items():
+            address = (plan.plan.id, bucket, rank)
+            hosted, client = self._server.get(address), self._clients.get(address)
+            if kind == "home" and hosted is not None:
+                hosted.check(entries)
+                homes.append((hosted, entries))
+            elif kind == "sender" and client is not None:
+                numbers = counts(entries.get("counts"), 2, f"rank {rank} in bucket {bucket}")
+                if client.busy or client.queued:
+                    raise under_way(client)
+                clients.append((client, numbers, entries))
+            else:
+                raise WireError(f"the saved state is of another job: it has the {kind} of bucket {bucket}, rank {rank}")
+        return homes, clients
+
+    def forget_unsent(self, plan: int) -> None:
+        """Has the codecs of local contributions to a plan's homes begin anew; homes are as they were. Raises
+        `WireError` if something is under way."""
+        self._clients.forget_unsent(plan)
+
+
+def _restore(hosted: HostedHome, entries: State, codecs: RestoredCodecs) -> list[Act]:
+    hosted.restore(entries, codecs)
+    return [partial(setattr, hosted, "closed", False)]
+
+
+def _let_go(homes: Iterable[ShardHistory]) -> None:
+    """Drops contributions, which are in the arenas of workers, when no thread works on them any more."""
+    for history in homes:
+        history.home.slots.clear()
+        history.home.waiting.clear()

@@ -1,8 +1,8 @@
 """State of an optimizer that a node carries from one membership epoch to the next, which has other nodes, buckets and
 homes.
 
-The daemon saves it by bucket and rank (`fusiond.buckets.codec_state`, `fusiond.shards.checkpoint`). Here it is taken
-apart by tensor, and put together for the buckets of another plan:
+The daemon saves it by bucket and rank (`fusion_rt.local.saved_state`). Here it is taken apart by tensor, and put
+together for the buckets of another plan:
 
 - *residuals* (and velocities, of codecs with momentum correction), whether of a node's part of an all-reduce or of
   what its workers send to homes: gradients that have not been sent. Anybody may send them, so all that counts is that
@@ -19,15 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from fusion_rt import wire
+from fusion_rt.local.saved_state import SHARD, Array, Kind, StateOwner, by_owner
 from fusion_rt.torch.sync.scales.conversion import Meant
 
-Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
 
 # Of homes: state of single ranks, of their clocks, or of codecs that have other buckets then.
@@ -57,27 +56,30 @@ class CarriedState:
     total: tuple[Arrays, Arrays] | None = None
 
 
-def collect(state: Mapping[str, Array], plan: wire.Plan | None, meant: Meant | None = None) -> CarriedState:
+def collect(
+    state: Mapping[str, Array], plan: wire.Plan | None, meant: Meant | None = None, shards: Kind = "home"
+) -> CarriedState:
     """Takes the saved state of a node's daemon for a plan apart.
 
     Args:
         plan: the active one; None if there was none yet.
         meant: see `CarriedState`.
+        shards: whether the shards of this node are wanted, or, of others, the mirrors.
     """
     found = CarriedState(meant=meant or Meant())
     homes: dict[int, Arrays] = {}
-    for key, value in state.items():
-        owner, _, rest = key.partition(":")
-        if owner == "home":
-            index, rank, entry = rest.split(":", 2)
-            if rank == "-1":
-                homes.setdefault(int(index), {})[entry] = value
-        elif owner == "sender":
-            _remember(found, rest.split(":", 2)[2].removeprefix("codec/"), value)
-        elif tensor := _remember(found, rest, value):
-            found.buckets[tensor] = int(owner)
-        elif rest != "bounds":  # ranges of the nodes that there were
-            found.common[key] = value
+    for owner, entries in by_owner(state).items():
+        if owner.kind == shards and owner.rank == SHARD:
+            homes[owner.bucket] = entries
+        elif owner.kind == "sender":
+            for entry, value in entries.items():
+                _remember(found, entry.removeprefix("codec/"), value)
+        elif owner.kind == "codec":
+            for entry, value in entries.items():
+                if tensor := _remember(found, entry, value):
+                    found.buckets[tensor] = owner.bucket
+                elif entry != "bounds":  # ranges of the nodes that there were
+                    found.common[owner.key(entry)] = value
     for bucket in plan.buckets if plan is not None else ():
         if bucket.index in homes:
             found.homes.update(_pieces(bucket, homes[bucket.index]))
@@ -127,24 +129,23 @@ def codec_state(common: CarriedState, residuals: Arrays, velocities: Arrays, siz
     for tensor, bucket in common.buckets.items():
         if tensor not in sizes:
             continue
-        state[f"{bucket}:residual/{tensor}"] = _of_size(residuals, tensor, sizes[tensor])
+        owner = StateOwner("codec", bucket)
+        state[owner.key(f"residual/{tensor}")] = _of_size(residuals, tensor, sizes[tensor])
         if tensor in common.velocities:
-            state[f"{bucket}:velocity/{tensor}"] = _of_size(velocities, tensor, sizes[tensor])
+            state[owner.key(f"velocity/{tensor}")] = _of_size(velocities, tensor, sizes[tensor])
     return state
 
 
 def sender_state(bucket: wire.Bucket, rank: int, residuals: Arrays, velocities: Arrays) -> Arrays:
     """Returns the state for a worker's sender to the home of a bucket on another node; empty if there is none."""
-    prefix = f"sender:{bucket.index}:{rank}"
     state: Arrays = {}
     for tensor in bucket.tensors:
         for kind, memory in (("residual", residuals), ("velocity", velocities)):
             if tensor.name in memory and memory[tensor.name].size == tensor.numel:
-                state[f"{prefix}:codec/{kind}/{tensor.name}"] = memory[tensor.name]
+                state[f"codec/{kind}/{tensor.name}"] = memory[tensor.name]
     if state:
-        state[f"{prefix}:counts"] = np.zeros(2, np.int64)
-        state[f"{prefix}:moved"] = np.ones(1, np.int64)
-    return state
+        state |= {"counts": np.zeros(2, np.int64), "moved": np.ones(1, np.int64)}
+    return StateOwner("sender", bucket.index, rank).keyed(state)
 
 
 def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], values: Mapping[str, Array]) -> Arrays:
@@ -158,21 +159,20 @@ def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], val
     known = {t.name: homes[t.name] for t in bucket.tensors if _fits(homes.get(t.name, {}), t)}
     if not known:
         return {}
-    prefix = f"home:{bucket.index}:-1"
     dtype = next(iter(known.values()))["value"].dtype
-    state: Arrays = {f"{prefix}:version": np.zeros(1, np.int64), f"{prefix}:done": np.zeros(ranks, np.int64)}
-    value = state[f"{prefix}:value"] = np.zeros(bucket.numel, dtype)
+    state: Arrays = {"version": np.zeros(1, np.int64), "done": np.zeros(ranks, np.int64)}
+    value = state["value"] = np.zeros(bucket.numel, dtype)
     for tensor in bucket.tensors:
         given = known[tensor.name]["value"] if tensor.name in known else values[tensor.name]
         value[tensor.start : tensor.start + tensor.numel] = given
     for entry in sorted({name for piece in known.values() for name in piece if name.startswith("aux/")}):
-        state[f"{prefix}:{entry}"] = _joined(bucket, entry, known)
+        state[entry] = _joined(bucket, entry, known)
     for index, tensor in enumerate(_in_groups(bucket)):
         for entry, array in known.get(tensor.name, {}).items():
             kind, _, name = entry.partition("/")
             if kind == "optimizer":
-                state[f"{prefix}:optimizer/{index}/{name}"] = array
-    return state
+                state[f"optimizer/{index}/{name}"] = array
+    return StateOwner("home", bucket.index).keyed(state)
 
 
 def _pieces(bucket: wire.Bucket, entries: Mapping[str, Array]) -> dict[str, Arrays]:

@@ -18,6 +18,7 @@ import torch
 from fusion_rt import codecs, wire
 from fusion_rt.codecs.error_feedback import NODE_TENSORS
 from fusion_rt.core.topology import GLOBAL_SET
+from fusion_rt.local.saved_state import Array
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce
@@ -103,7 +104,7 @@ class Checkpoint:
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
-    def pay(self, name: str) -> carried.Array | None:
+    def pay(self, name: str) -> Array | None:
         """Removes and returns a parameter's owed gradient, flat, for sending now; None if nothing is owed."""
         return self._owed.pop(name, None)
 
@@ -337,11 +338,10 @@ class Checkpoint:
             return replace(mine, homes=dict(common.homes) if loads else {}), {}
         if not where.is_first_of_node:
             return CarriedState(), {}
-        state = where.here.client.recall_shards(where.process_set, where.group, epoch, self._planned.id, clock)
-        kept = {key: value for key, value in state.items() if not key.startswith("mirror:")}
-        mirrored = {key.replace("mirror:", "home:", 1): value for key, value in state.items() if key not in kept}
-        plan = self._planned
-        return carried.collect(kept, plan), carried.collect(mirrored, plan).homes
+        ended = wire.EndedPlan(epoch, self._planned.id, clock)
+        state = where.here.client.save_state(where.process_set, where.group, ended=ended)
+        mirrored = carried.collect(state, self._planned, shards="mirror").homes
+        return carried.collect(state, self._planned), mirrored
 
     def resume(self, homes: Mapping[str, carried.Arrays], mine: CarriedState) -> list[str]:
         """Goes on from the state of shards, in a new membership epoch. To be called on all ranks.
@@ -453,7 +453,7 @@ def _entries(slot: Slot, state: Mapping[str, Any]) -> carried.Arrays:
     return found
 
 
-def _flat(slot: Slot) -> carried.Array:
+def _flat(slot: Slot) -> Array:
     """Returns what a slot's home begins with (1-D): where its parameter was at the last exchange, if that counts, or
     the parameter."""
     flat = slot.first_value().contiguous().view(-1).cpu()

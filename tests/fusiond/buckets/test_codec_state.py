@@ -12,9 +12,11 @@ from msgspec.structs import replace
 from fusion_rt import codecs, wire
 from fusion_rt.codecs.error_feedback import FeedbackBucketCodec
 from fusion_rt.local import array_codec
-from fusiond.buckets.codec_state import State, only_common, steps_of
-from fusiond.buckets.plans import Memory, Plans
+from fusion_rt.local.saved_state import State
+from fusiond.buckets.codec_state import only_common, steps_of
+from fusiond.buckets.plans import Plans
 from fusiond.core.errors import RequestError
+from fusiond.engine.keeper import Left
 from tests.for_each import for_each
 from tests.fusiond.simulation import Node, SimulatedJob
 
@@ -87,7 +89,7 @@ LARGE = tuple(wire.TensorSpec(f"w{i}", "float32", (300, 200)) for i in range(3))
 def opened_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who has opened the codecs of plans, or had the arrays of a state copied: "loop" or "thread", call by call."""
     seen, inside = list[str](), list[None]()
-    run_jobs, open_plan, load = Node.run_jobs, Plans._open, FeedbackBucketCodec.load_state_dict
+    run_jobs, open_plan, load = Node.run_jobs, Plans.open, FeedbackBucketCodec.load_state_dict
 
     def noted(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -107,7 +109,7 @@ def opened_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     monkeypatch.setattr(Node, "run_jobs", lambda self, jobs, then: run_jobs(self, [within(job) for job in jobs], then))
-    monkeypatch.setattr(Plans, "_open", noted(open_plan))
+    monkeypatch.setattr(Plans, "open", noted(open_plan))
     monkeypatch.setattr(FeedbackBucketCodec, "load_state_dict", noted(load))
     return seen
 
@@ -115,8 +117,8 @@ def opened_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("codec", [codec for codec in sorted(codecs.CODECS) if codecs.parse(codec).stateful])
 def test_memory_for_every_parameter_is_written_beside_the_event_loop(codec: str, opened_by: list[str]) -> None:
     """A loop that did it would send no heartbeats for seconds, with a billion parameters."""
-    memories: list[Memory] = [{}, {}]
-    job = SimulatedJob([1, 1], memories=memories)
+    left: list[Left] = [{}, {}]
+    job = SimulatedJob([1, 1], left=left)
     proposal = replace(PROPOSAL, reduction=wire.Reduction(codec=codec), tensors=LARGE)
     Training(job, proposal).step(0)
     before = save(job, 0)
@@ -125,8 +127,8 @@ def test_memory_for_every_parameter_is_written_beside_the_event_loop(codec: str,
     assert load(job, 0, moved) == ""
     for node in job.nodes:
         node.engine.fail_job("the formation is over")
-        node.engine.remember()
-    again = SimulatedJob([1, 1], memories=memories)
+        node.engine.keeper.remember()
+    again = SimulatedJob([1, 1], left=left)
     Training(again, replace(proposal, tensors=LARGE))
     after = save(again, 0)
     kinds = [key for key in before if "residual/" in key or "velocity/" in key]
@@ -138,7 +140,7 @@ def test_memory_for_every_parameter_is_written_beside_the_event_loop(codec: str,
             (found,) = [value for other, value in state.items() if other.endswith(f"{kind}/{name}")]
             np.testing.assert_allclose(found, before[key], rtol=0, atol=off)
     assert set(opened_by) == {"thread"}
-    assert memories == [{}, {}]
+    assert left == [{}, {}]
 
 
 def test_a_state_that_is_loaded_while_a_plan_is_opened_is_not_lost() -> None:
@@ -146,14 +148,18 @@ def test_a_state_that_is_loaded_while_a_plan_is_opened_is_not_lost() -> None:
     proposal = replace(PROPOSAL, tensors=LARGE)
     Training(job, proposal).step(0)
     wanted = save(job, 0)
-    engine, plans = job.nodes[0].engine, Plans()
-    (active,) = engine._plans
-    opening = plans.opening(active.plan, active.members)
+    (active,) = job.nodes[0].engine._plans
+    other = SimulatedJob([1, 1])
+    keeper = other.nodes[0].engine.keeper
+    opening = keeper.opening(active.plan)
     assert opening is not None
     opening()
-    plans.load(0, "opt", wanted, False)
-    assert plans.install(active.plan, active.members) == ""
-    found = plans.save(0, "opt", False)
+    errors: list[BaseException | None] = []
+    keeper.load((0, "opt"), wanted, False, errors.append)
+    other.settle()
+    assert errors == [None]
+    keeper.install(active.plan)
+    found = keeper.state_of_codecs((0, "opt"))
     assert found.keys() == wanted.keys()
     assert all((found[key] == wanted[key]).all() for key in wanted)
 

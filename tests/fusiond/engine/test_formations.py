@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
-from fusiond.buckets.plans import Memory
+from fusiond.engine.keeper import Left
 from tests.for_each import for_each
 from tests.fusiond.simulation import SimulatedJob
 
@@ -29,9 +29,9 @@ class Training:
         given: by rank, the gradients of the last step, by tensor.
     """
 
-    def __init__(self, memories: list[Memory], tensors: list[str], seed: int, codec: str = TOPK) -> None:
-        nodes = len(memories)
-        self.job = SimulatedJob([1] * nodes, seed, memories=memories, fusion_threshold=3000)
+    def __init__(self, left: list[Left], tensors: list[str], seed: int, codec: str = TOPK) -> None:
+        nodes = len(left)
+        self.job = SimulatedJob([1] * nodes, seed, left=left, fusion_threshold=3000)
         self.plan = self.job.plan(proposal(tensors, codec))
         assert len(self.plan.buckets) > 1
         self._memory = self.job.add_plan_memory(self.plan)
@@ -69,7 +69,7 @@ class Training:
 
     def residuals(self, rank: int) -> dict[str, Array]:
         """Returns what has not been sent on a node, by tensor."""
-        state = self.job.nodes[rank].engine._plans.save(0, "optimizer.1", False)
+        state = self.job.nodes[rank].engine.keeper.state_of_codecs((0, "optimizer.1"))
         return {key.partition("residual/")[2]: value for key, value in state.items() if "residual/" in key}
 
     def end(self) -> None:
@@ -79,7 +79,7 @@ class Training:
         while self.job.deferred:
             self.job.deferred.popleft()()
         for node in self.job.nodes:
-            node.engine.when_quiet(node.engine.remember)
+            node.engine.when_quiet(node.engine.keeper.remember)
 
 
 @for_each("codec", [TOPK, MOMENTUM, "int8(minimum=100)"])
@@ -87,8 +87,8 @@ class Training:
 def test_residuals_of_survivors_go_on_tensor_by_tensor_as_they_were_before_a_step_that_is_dropped(
     seed: int, codec: str
 ) -> None:
-    memories: list[Memory] = [{}, {}, {}]
-    first = Training(memories, ["a", "b", "c", "d"], seed, codec)
+    left: list[Left] = [{}, {}, {}]
+    first = Training(left, ["a", "b", "c", "d"], seed, codec)
     for _ in range(3):
         first.step()
     before = [first.residuals(rank) for rank in first.job.ranks]
@@ -102,7 +102,7 @@ def test_residuals_of_survivors_go_on_tensor_by_tensor_as_they_were_before_a_ste
         first.job.step()
     first.end()
 
-    survivors = [memories[0], memories[2]]
+    survivors = [left[0], left[2]]
     second = Training(survivors, ["d", "c", "b", "a"], seed + 100, codec)  # other buckets, other places
     for rank, old in enumerate((0, 2)):
         for name, values in second.residuals(rank).items():
@@ -111,30 +111,30 @@ def test_residuals_of_survivors_go_on_tensor_by_tensor_as_they_were_before_a_ste
 
 
 def test_what_a_node_that_is_alone_cannot_send_waits_until_others_are_there_again() -> None:
-    memories: list[Memory] = [{}, {}]
-    first = Training(memories, ["a", "b", "c"], 1)
+    left: list[Left] = [{}, {}]
+    first = Training(left, ["a", "b", "c"], 1)
     first.step()
     kept = first.residuals(0)
     first.end()
-    alone = Training([memories[0]], ["a", "b", "c"], 2)
+    alone = Training([left[0]], ["a", "b", "c"], 2)
     alone.step()
     alone.end()
-    memories[1].clear()  # a newcomer
-    third = Training(memories, ["a", "b", "c"], 3)
+    left[1].clear()  # a newcomer
+    third = Training(left, ["a", "b", "c"], 3)
     for name, values in third.residuals(0).items():
         np.testing.assert_array_equal(values, kept[name])
     assert not any(values.any() for values in third.residuals(1).values())
 
 
 def test_a_state_that_a_worker_loads_takes_the_place_of_what_was_remembered() -> None:
-    memories: list[Memory] = [{}, {}]
-    first = Training(memories, ["a", "b", "c"], 1)
+    left: list[Left] = [{}, {}]
+    first = Training(left, ["a", "b", "c"], 1)
     first.step()
     first.end()
-    second = SimulatedJob([1, 1], memories=memories)
+    second = SimulatedJob([1, 1], left=left)
     for node in second.nodes:
-        node.engine._plans.load(0, "optimizer.1", {}, common=False)
-    assert memories == [{}, {}]
-    third = Training(memories, ["a", "b", "c"], 2)
+        node.engine.keeper.load((0, "optimizer.1"), {}, False, lambda error: None)
+    assert left == [{}, {}]
+    third = Training(left, ["a", "b", "c"], 2)
     assert not any(values.any() for rank in (0, 1) for values in third.residuals(rank).values())
     third.step()

@@ -122,8 +122,10 @@ def train(algorithm: str, codec: str, saves: bool = False) -> list[str]:
             other = job_of_two()
             watch_other = Watch(other)
             for node, other_node, state in zip(job.nodes, other.nodes, states, strict=True):
-                watch.of("load", node.engine.homes.load, 0, workers.plan.group, state, answers.append)
-                watch_other.of("load", other_node.engine.homes.load, 0, workers.plan.group, state, answers.append)
+                watch.of("load", node.engine.keeper.load, (0, workers.plan.group), state, False, answers.append)
+                watch_other.of(
+                    "load", other_node.engine.keeper.load, (0, workers.plan.group), state, False, answers.append
+                )
             job.settle()
             other.settle()
             assert answers == [None] * 6

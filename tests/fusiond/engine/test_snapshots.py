@@ -15,8 +15,7 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.host.private_files import replacing
 from fusiond.app.daemon_effects import DaemonEffects
-from fusiond.engine.snapshot_files import SnapshotError, SnapshotFiles
-from fusiond.engine.snapshots import SLOW_S
+from fusiond.engine.snapshots import SLOW_S, SnapshotError, SnapshotFiles
 from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
 from fusiond.host.thread_pool import KernelPool

@@ -41,7 +41,7 @@ def train(codec: str, route: str, seed: int) -> list[bytes]:
             assert isinstance(job.answer(rank, handle)[0], wire.Done), f"seed {seed}"
         found += [memory[rank].tobytes() for rank in job.ranks]
     job.nothing_is_left()
-    saved = [node.engine._plans.save(0, "opt", False) for node in job.nodes]
+    saved = [node.engine.keeper.state_of_codecs((0, "opt")) for node in job.nodes]
     return [*found, repr([sorted((key, value.tobytes()) for key, value in state.items()) for state in saved]).encode()]
 
 
@@ -92,7 +92,7 @@ def test_an_operation_that_fails_while_a_thread_works_for_it_loses_nothing(
             continue
         (state,) = engine._plans
         kept = state.buckets[0].codec
-        saved = engine._plans.save(0, "opt", False)["0:residual/w0"]
+        saved = engine.keeper.state_of_codecs((0, "opt"))["0:residual/w0"]
         off = min(np.abs(saved).max(), np.abs(saved - given[0][: len(saved)]).max())
         assert off < 1e-3, f"seed {seed}: the step is neither undone nor given back, by {off}"
         assert kept.step == 0, f"seed {seed}"

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.local import array_codec
+from fusiond.engine.keeper import Left
 from fusiond.shards import mirrors
-from fusiond.shards.history import ToMirror
+from fusiond.shards.mirrors import ToMirror
 from tests.for_each import for_each
 from tests.fusiond.algorithms.training import SGD, Workers
 from tests.fusiond.simulation import Array, SimulatedJob
@@ -83,10 +84,8 @@ def recalled(workers: Workers, nodes: Iterable[int], clock: int) -> dict[int, li
 
 def recall(workers: Workers, node: int, clock: int) -> State:
     """Returns all that a node has kept."""
-    got: list[State] = []
-    asked = wire.RecallShards(1, 0, "opt", 0, workers.plan.id, clock)
-    workers.job.nodes[node].engine.homes.recall(asked, lambda get: got.append(get()))
-    return got[0]
+    ended = workers.job.nodes[node].engine.homes.ended.get(workers.plan.id)
+    return {} if ended is None else ended.saved_at(clock)
 
 
 def residual(workers: Workers, clock: int) -> Array:
@@ -326,15 +325,21 @@ def test_when_two_neighbours_are_lost_their_shards_are_gone() -> None:
 
 
 def test_what_was_kept_is_of_one_plan_and_is_dropped_with_the_next_one() -> None:
-    workers = Workers([1, 1], "bsp", np.arange(24.0), RATE, MOMENTUM, survives=True)
+    left: list[Left] = [{}, {}]
+    ended = SimulatedJob([1, 1], left=left)
+    workers = Workers([1, 1], "bsp", np.arange(24.0), RATE, MOMENTUM, job=ended, survives=True)
     lose(workers)
-    homes = workers.job.nodes[0].engine.homes
-    assert homes._kept.recall((0, "opt"), 0, workers.plan.id, 0)
-    assert not homes._kept.recall((0, "opt"), 1, workers.plan.id, 0)
-    assert not homes._kept.recall((0, "opt"), 0, workers.plan.id + 1, 0)
-    assert not homes._kept.recall((0, "other"), 0, workers.plan.id, 0)
-    homes._kept.drop((0, "opt"))
-    assert not homes._kept.recall((0, "opt"), 0, workers.plan.id, 0)
+    for node in ended.nodes:
+        node.engine.keeper.remember()
+    job = SimulatedJob([1, 1], left=left)
+    keeper = job.nodes[0].engine.keeper
+    id = workers.plan.id
+    assert keeper.recall((0, "opt"), wire.EndedPlan(0, id, 0))
+    assert not keeper.recall((0, "opt"), wire.EndedPlan(1, id, 0))
+    assert not keeper.recall((0, "opt"), wire.EndedPlan(0, id + 1, 0))
+    assert not keeper.recall((0, "other"), wire.EndedPlan(0, id, 0))
+    Workers([1, 1], "bsp", np.arange(24.0), RATE, MOMENTUM, job=job, survives=True)
+    assert not keeper.recall((0, "opt"), wire.EndedPlan(0, id, 0))
 
 
 def test_shards_that_need_not_survive_tell_nobody() -> None:
@@ -393,11 +398,11 @@ def test_a_node_that_is_no_mirror_of_a_shard_takes_no_update_of_it() -> None:
     ("image", "why"),
     [
         (memoryview(bytes(64)), "damaged"),
-        (image({"value": np.zeros(3)}), "does not have its 8 elements"),
+        (image({"value": np.zeros(3)}), "has 8 elements, and 3 were saved"),
         (image({"value": np.zeros(8, np.float32)}), "does not have its 8 elements"),
         (
             image({"value": np.zeros(8), "other": np.zeros(1)}),
-            "has 'other', which is neither its algorithm's nor its optimizer's",
+            "'other' of bucket . cannot be in a saved state",
         ),
         (image({"value": np.zeros(8), "optimizer/x": np.zeros(1)}), "optimizer"),
     ],

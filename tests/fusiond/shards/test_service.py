@@ -561,6 +561,8 @@ def test_a_state_has_residuals_the_optimizer_and_what_the_algorithm_remembers() 
     [
         (lambda s: {"nonsense": s["home:0:-1:value"]}, "'nonsense' cannot be in a saved state"),
         (lambda s: {"home:x:-1:value": s["home:0:-1:value"]}, "cannot be in a saved state"),
+        (lambda s: {f"home:{'9' * 5000}:-1:value": s["home:0:-1:value"]}, "cannot be in a saved state"),
+        (lambda s: {"mirror:0:-1:value": s["home:0:-1:value"]}, "the state of a mirror, of bucket 0,"),
         (lambda s: {"home:7:-1:value": s["home:0:-1:value"]}, "of another job: it has the home of bucket 7"),
         (lambda s: {"sender:0:3:counts": np.zeros(2, np.int64)}, "of another job: it has the sender of bucket 0"),
         (lambda s: {**s, "home:0:-1:value": np.zeros(3)}, "elements, and 3 were saved"),
@@ -597,7 +599,7 @@ def test_a_state_of_another_optimizer_fails_the_job_with_a_sentence() -> None:
     first = Workers([1, 1], "asp", START, RATE, ADAM)
     train(first, range(2), (0, 1))
     second = Workers([1, 1], "asp", START, RATE)
-    homes_of(second, 0).load(0, "opt", saved(first)[0], lambda error: None)
+    second.job.nodes[0].engine.keeper.load((0, "opt"), saved(first)[0], False, lambda error: None)
     for _ in range(100):
         second.job.step()
     assert "of another optimizer than this job's" in second.job.nodes[0].failure
@@ -674,7 +676,7 @@ def test_a_load_that_is_under_way_when_the_formation_ends_leaves_no_trace() -> N
     answers: list[object] = []
     homes, boxes, job = homes_of(second, 0), boxes_of(second, 0), second.job
     clients = [(client, client.clock, client.codec) for client in homes._clients]
-    homes.load(0, "opt", state, answers.append)
+    job.nodes[0].engine.keeper.load((0, "opt"), state, False, answers.append)
     assert job.deferred, "the thread is at work"
     job.nodes[0].engine.fail_job("over")
     while job.step():
@@ -694,7 +696,7 @@ def test_nothing_is_taken_in_while_a_state_is_loaded(seed: int) -> None:
     second = Workers([1, 1], "asp", start, RATE, codec=TOPK, job=SimulatedJob([1, 1], seed))
     train(first, range(3), (0, 1))
     answers: list[object] = []
-    homes_of(second, 0).load(0, "opt", saved(first)[0], answers.append)
+    second.job.nodes[0].engine.keeper.load((0, "opt"), saved(first)[0], False, answers.append)
     second.post(1, gradient(1, 9).astype(np.float32), settle=False)
     second.job.settle()
     assert answers == [None]

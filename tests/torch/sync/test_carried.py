@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt import wire
+from fusion_rt.local.saved_state import Array
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.carried import Arrays, CarriedState
 from fusion_rt.torch.sync.scales.conversion import Meant
@@ -25,7 +26,7 @@ def plan_of(threshold: int, nodes: int, order: str = "abcd") -> wire.Plan:
     return make_plan(1, proposal, threshold, dict.fromkeys(range(nodes), 1.0))
 
 
-def values(name: str, salt: int) -> carried.Array:
+def values(name: str, salt: int) -> Array:
     return np.random.default_rng(ord(name) * 100 + salt).normal(size=SIZES[name]).astype(np.float32)
 
 
@@ -107,7 +108,7 @@ def test_a_home_of_another_size_is_left_out() -> None:
     assert carried.home_state(bucket, 1, wrong, {}) == {}
 
 
-def residual(*numbers: float) -> carried.Array:
+def residual(*numbers: float) -> Array:
     return np.array(numbers, np.float32)
 
 
