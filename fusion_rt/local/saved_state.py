@@ -20,14 +20,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from fusion_rt import wire
 from fusion_rt.core.errors import WireError
 
 Array: TypeAlias = npt.NDArray[Any]
 State: TypeAlias = dict[str, Array]
 Kind: TypeAlias = Literal["codec", "home", "mirror", "sender"]
-
-SHARD = -1
-"""In the place of a rank: a home, or its mirror, is of all ranks."""
 
 _KEY = re.compile(r"(?:(\d{1,9})|(home|mirror|sender):(\d{1,9}):(-1|\d{1,9})):(.+)", re.ASCII | re.DOTALL)
 
@@ -37,12 +35,12 @@ class StateOwner(NamedTuple):
 
     Attributes:
         bucket: its index.
-        rank: of a sender its rank; of a replica's home the rank's position; else `SHARD`.
+        rank: of a sender its rank; of a replica's home the rank's position; else `wire.SHARD`.
     """
 
     kind: Kind
     bucket: int
-    rank: int = SHARD
+    rank: int = wire.SHARD
 
     def key(self, entry: str) -> str:
         """Returns the key of an entry."""

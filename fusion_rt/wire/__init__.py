@@ -66,7 +66,19 @@ from fusion_rt.wire.coding import (
     peer_schema,
 )
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanRequestAlike, PlanVerdict, Request, Verdict
-from fusion_rt.wire.data import Began, CaughtUp, Chunk, Credit, Held, Piece, PieceKind, PieceTaken
+from fusion_rt.wire.data import (
+    SHARD,
+    AnswerTerms,
+    Began,
+    CaughtUp,
+    Chunk,
+    Credit,
+    Held,
+    Piece,
+    PieceKind,
+    PieceTaken,
+    Staleness,
+)
 from fusion_rt.wire.figures import Figures, FiguresRequest, LinkFigures, RankFigures
 from fusion_rt.wire.inquiries import (
     Frame,
@@ -218,6 +230,7 @@ __all__ = [
     "OWN",
     "PART",
     "PROTOCOL_VERSION",
+    "SHARD",
     "UNNAMED",
     "WEIGHT_OF_ONE",
     "WEIGHT_UNIT",
@@ -225,6 +238,7 @@ __all__ = [
     "Ack",
     "AddSegment",
     "Address",
+    "AnswerTerms",
     "AwaitsAnswers",
     "Began",
     "Bucket",
@@ -329,6 +343,7 @@ __all__ = [
     "SnapshotOrder",
     "SnapshotsHeld",
     "Stack",
+    "Staleness",
     "Start",
     "StartTimeline",
     "StatisticsRequest",

@@ -81,6 +81,38 @@ class PieceTaken(msgspec.Struct, tag="ptaken", array_like=True):
     nbytes: Count
 
 
+SHARD = -1
+"""In the place of the rank of a home: it is the only one that its bucket has."""
+
+
+class Staleness(msgspec.Struct, array_like=True, frozen=True):
+    """How stale a contribution was when it was taken in.
+
+    Attributes:
+        version_lag: updates of the home since the worker had last heard from it.
+        clock_gap: clocks that the worker was ahead of the slowest.
+        age_ms: how long the contribution waited to be read (ms).
+    """
+
+    version_lag: Count = 0
+    clock_gap: Count = 0
+    age_ms: Count = 0
+
+
+class AnswerTerms(msgspec.Struct, array_like=True, frozen=True):
+    """The meaning of the values in a home's answer.
+
+    Attributes:
+        added: they are to be added to the worker's own, and do not replace them.
+        coded: the codec of the bucket's messages has encoded them; only where they are added.
+        staleness: of the contribution that is answered; None if it is none, but a question.
+    """
+
+    added: bool = False
+    coded: bool = False
+    staleness: Staleness | None = None
+
+
 class Piece(msgspec.Struct, tag="p", array_like=True):
     """A piece of a message to or from a bucket's home; its payload is the next frame.
 
@@ -94,7 +126,7 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
             mix at this clock; `want`: it is at this clock and waits for the other), or the home of the first bucket
             those of the others (`told`: int64 numbers), or a shard its mirror on another node (`image`: all that it
             has, as named arrays; `update`: a gradient that it has applied, as it is).
-        home: the rank whose home it concerns; -1: the only one that the bucket has.
+        home: the position of the rank whose home it concerns, or `SHARD`.
         rank: the worker that posted, or is answered; between homes, the rank of the sending one.
         clock: the worker's, of the contribution; to a mirror, the number of the message, from 1 on.
         version: of the home: the one that a contribution is based on, or that an answer has; to a mirror, one more than
@@ -102,8 +134,7 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
         nbytes: of the message; `start`: the first one of this piece.
         rates, samples: as in `Ready`.
         weight: push-sum weight.
-        notes: with an answer: whether it is to be added, whether it is coded, and how stale the contribution was: its
-            version's lag, its clock's distance from the slowest's, and how long it waited to be read (ms).
+        terms: of an answer.
         after: mark of the operation that was completed last on the sender's node; 0: none that matters.
     """
 
@@ -120,5 +151,5 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
     rates: Rates = ()
     samples: Count = 1
     weight: float = 1.0
-    notes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)] = ()
+    terms: AnswerTerms | None = None
     after: Count = 0

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion_rt import wire
 from fusion_rt.core.errors import WireError
-from fusion_rt.local.saved_state import SHARD, State, StateOwner, by_owner, counts
+from fusion_rt.local.saved_state import State, StateOwner, by_owner, counts
 from tests.for_each import for_each
 
 OWNERS = (
@@ -29,7 +30,7 @@ def test_entries_of_all_owners_are_told_apart_whatever_their_names(names: dict[S
     found = by_owner(state)
     assert {owner: set(entries) for owner, entries in found.items()} == names
     assert all(found[owner][entry] == hash(entry) % 9 for owner, entries in names.items() for entry in entries)
-    assert all(owner.rank == SHARD for owner in found if owner.kind in ("codec", "mirror"))
+    assert all(owner.rank == wire.SHARD for owner in found if owner.kind in ("codec", "mirror"))
 
 
 @for_each(

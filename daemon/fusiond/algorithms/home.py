@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from fusion_rt import algorithms
+from fusion_rt import algorithms, wire
 from fusion_rt.codecs.base import BucketCodec
 from fusion_rt.core.dtypes import DType
 from fusion_rt.core.errors import WireError
@@ -90,7 +90,7 @@ class Home:
     """A bucket's home.
 
     Attributes:
-        rank: whose replica it is; -1: a shard.
+        rank: the position of the rank whose replica it is, or `wire.SHARD`.
         leads: it is that of the plan's first bucket, which decides where the homes of all buckets have to agree.
         present: ranks that take part; those that have left or joined are not in it.
         joined: ranks that have joined, and so come back when all have.
@@ -139,6 +139,11 @@ class Home:
         self.present = self.present or set(range(self.ranks))
         self.done = self.done or dict.fromkeys(range(self.ranks), 0)
         self._counting = threading.Lock()
+
+    @property
+    def is_shard(self) -> bool:
+        """True if all ranks contribute to it; else it is the replica of one."""
+        return self.rank == wire.SHARD
 
     def step(self, gradient: Array, rates: Sequence[float]) -> None:
         """Takes a step of its optimizer, which makes a new version."""

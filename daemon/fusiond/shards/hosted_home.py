@@ -24,6 +24,8 @@ from fusiond.shards.messages import copied, open_codec
 from fusiond.shards.mirrors import ShardHistory, ToMirror, begin
 from fusiond.shards.node import Reservation
 
+NEIGHBOURS = -1
+"""In the place of a rank's position: all ranks that a replica mixes with."""
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
 _OF_CODECS = ("codec/", "answers/")  # what the entries of a home's codecs begin with, in a saved state
 _ADDRESSEES = re.compile(r"answers/(-1|\d{1,9})/(added|whole)", re.ASCII)
@@ -53,11 +55,10 @@ class HostedHome:
         later: calls to be made when there is none; until then nothing is taken in.
         closed: it is being restored, or waits for what it is to begin with.
         turning: waiting parts are being handed to threads.
-        notes: of the contribution of each rank that is not answered yet: its staleness, its clock's distance from the
-            slowest's, and how long it waited to be read (ms).
+        staleness: of the contribution of each rank that is not answered yet.
         told: the value that each rank on another node has, as it was told or has said itself, to which differences are
             sent.
-        encoders: the codecs of what is sent to each rank (-1: to all neighbours), and whether that is added there.
+        encoders: the codecs of what is sent to each rank, or to all `NEIGHBOURS`, and whether that is added there.
         joins: how often all ranks have joined, or have set their replicas, while this home was there; clients begin new
             clocks each time.
         since: the clock from which on anything counts.
@@ -82,7 +83,7 @@ class HostedHome:
     later: deque[Act] = field(default_factory=deque)
     closed: bool = False
     turning: bool = False
-    notes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    staleness: dict[int, wire.Staleness] = field(default_factory=dict)
     told: dict[int, Array] = field(default_factory=dict)
     encoders: dict[tuple[int, bool], BucketCodec] = field(default_factory=dict)
     joins: int = 0
@@ -145,7 +146,7 @@ class HostedHome:
         self.algorithm.reseeded(self.home)
         self.told.clear()
         self.encoders.clear()
-        if self.home.rank >= 0:
+        if not self.home.is_shard:
             self.since = part.clock
             self.joins += 1
         self.was_set()
@@ -223,7 +224,7 @@ class HostedHome:
         home, value = self.home, entries.get("value")
         if value is not None:
             value = value.astype(home.dtype.storage)
-            if home.rank < 0:
+            if home.is_shard:
                 self.begin(value)
             else:
                 home.value = value

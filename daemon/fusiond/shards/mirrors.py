@@ -141,7 +141,7 @@ class Mirror:
         self.queue: deque[tuple[wire.Piece, ToMirror]] = deque()
         self.busy = False
         self._plan = state
-        self._home = Home(-1, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, ())
+        self._home = Home(wire.SHARD, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, ())
         self._open: ToMirror | None = None  # the last change, which is not made
         self._is_whole = False  # no message was left in the middle
 

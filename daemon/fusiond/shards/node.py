@@ -37,7 +37,7 @@ SMALL_BYTES = INLINE_WORK
 TO_MIRRORS = frozenset({"image", "update"})
 _ANSWERS = TO_MIRRORS | {"answer", "refused", "mean", "seed"}
 
-Address: TypeAlias = tuple[int, int, int]  # plan, bucket, and a home's rank (-1: shard) or a worker's rank
+Address: TypeAlias = tuple[int, int, int]  # plan, bucket, and a home's rank (or `wire.SHARD`) or a worker's rank
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +60,8 @@ class PushPullClient:
 
     @property
     def home(self) -> int:
-        """The rank of the home that it posts to; -1: a shard."""
-        return -1 if self.plan.plan.homes else self.plan.members.set.ranks.index(self.rank)
+        """The position of the rank to whose home it posts, or `wire.SHARD`."""
+        return wire.SHARD if self.plan.plan.homes else self.plan.members.set.ranks.index(self.rank)
 
     @property
     def waits(self) -> bool:
@@ -284,11 +284,12 @@ class PushPullClients:
             self._here.took(node, message, message.nbytes)
             return  # it has failed in the meantime; or it is a second answer
         if client.post.kind == "has":
-            self.answered(message, ())
+            self.answered(message)
             return
         place = client.post.values
         codecs = client.plan.buckets[client.bucket.index]
-        decoder = codecs.decoder if message.notes[1] else codecs.codec
+        assert message.terms is not None
+        decoder = codecs.decoder if message.terms.coded else codecs.codec
 
         def decode() -> None:
             payload = joined(payloads)
@@ -300,25 +301,22 @@ class PushPullClients:
         def answered() -> None:
             client.busy = False
             self._here.took(node, message, message.nbytes)
-            self.answered(message, (message.notes[0], *message.notes[2:]))
+            self.answered(message)
 
         client.busy = True
         self._here.do(message.plan, decode, place.nbytes, answered)
 
-    def answered(self, message: wire.Piece, notes: Sequence[int]) -> None:
-        """The answer to a worker's contribution is in its arena.
-
-        Args:
-            notes: whether it is to be added; and what the meters note, if it was a contribution.
-        """
+    def answered(self, message: wire.Piece) -> None:
+        """The answer to a worker's contribution is in its arena."""
         client = self._waiting(message)
         if client is None or client.post is None:
             return  # it has failed in the meantime
+        terms, told = message.terms, tuple[int, ...]()
         if client.post.kind != "has":  # to which the home has told nothing
-            client.version = message.version
-        if len(notes) > 1:
-            self.meters.note(*notes[1:])
-        told = tuple(notes[:1])
+            assert terms is not None
+            client.version, told = message.version, (int(terms.added),)
+            if terms.staleness is not None:
+                self.meters.note(terms.staleness)
         if (weight := round(message.weight / wire.WEIGHT_UNIT)) != wire.WEIGHT_OF_ONE:
             told += (weight,)
         self._done(client, message.clock, told)
@@ -329,10 +327,10 @@ class PushPullClients:
         if client is not None and client.post is posted:
             self._done(client, posted.clock, ())
 
-    def _done(self, client: PushPullClient, clock: int, notes: tuple[int, ...]) -> None:
+    def _done(self, client: PushPullClient, clock: int, told: tuple[int, ...]) -> None:
         plan, name = client.plan.plan.id, f"bucket {client.bucket.index}"
         self._here.context.trace.record(Kind.ANSWERED, name, 0, clock, plan, peer=client.rank)
-        self._here.outside.to_worker(client.rank, wire.Done(client.release().handle, None, notes))
+        self._here.outside.to_worker(client.rank, wire.Done(client.release().handle, None, told))
         self._over(plan, client.rank)
 
     def refused(self, message: wire.Piece, why: str) -> None:

@@ -125,8 +125,8 @@ def _check(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> No
         limit = _limit_of(state, piece, limit)
     if piece.nbytes > limit:
         raise WireError(f"{_in_words(piece)} has {piece.nbytes} bytes, and {limit} is the most")
-    if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
-        raise WireError(f"{_in_words(piece)} has the notes {list(piece.notes)}, which say nothing")
+    if piece.kind == "answer" and (piece.terms is None or (piece.terms.coded and not piece.terms.added)):
+        raise WireError(f"{_in_words(piece)} has the terms {piece.terms}, by which no home answers")
     if piece.kind == "post" and (wrong := state.wrong_rates(bucket.index, piece.rates)):
         raise WireError(f"{_in_words(piece)} cannot be taken in: {wrong}")
     if not (0 < piece.weight < math.inf):
@@ -163,7 +163,7 @@ def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> boo
     if piece.bucket >= len(state.plan.buckets) or piece.rank not in state.members.set.ranks:
         return False
     if state.plan.homes:
-        return piece.home == -1 and _fits_shards(here, node, state, piece)
+        return piece.home == wire.SHARD and _fits_shards(here, node, state, piece)
     ranks = state.members.set.ranks
     fits = piece.kind in ("mix", "whole", "mean", "pass", "want") and piece.rank in here.context.topology.ranks[node]
     return fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local

@@ -25,7 +25,7 @@ from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Refuse,
 from fusiond.buckets.plans import PlanState
 from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act
-from fusiond.shards.hosted_home import HostedHome, WaitingPart
+from fusiond.shards.hosted_home import NEIGHBOURS, HostedHome, WaitingPart
 from fusiond.shards.messages import copied, joined, open_codec, pack, unpack
 from fusiond.shards.mirrors import mirror_of
 from fusiond.shards.node import Address, Reservation, ThisNode
@@ -78,41 +78,42 @@ class Actions:
 
     def _answer(self, hosted: HostedHome, step: Answer) -> list[Act]:
         rank, node = hosted.ranks[step.part.rank], hosted.nodes[step.part.rank]
-        notes = hosted.notes.pop(step.part.rank, ())
+        staleness = hosted.staleness.pop(step.part.rank, None)
         message = self._piece(hosted, "answer", hosted.home.rank, rank, step.part.clock, step.weight)
         if node == self._here.node:
             place = self._clients.place(message.plan, message.bucket, rank)
             if place is not None:  # else it is over, while this thread is here
                 np.copyto(place, step.values)
-            return [partial(self._clients.answered, message, (int(step.added), *notes))]
+            message = replace(message, terms=wire.AnswerTerms(step.added, staleness=staleness))
+            return [partial(self._clients.answered, message)]
         added, coded, payload = self._encoded(hosted, step)
-        message = replace(message, notes=(added, coded, *notes))
+        message = replace(message, terms=wire.AnswerTerms(added, coded, staleness))
         return [partial(self._here.send, node, message, payload)]
 
-    def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
+    def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[bool, bool, memoryview]:
         """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes."""
         if hosted.decoder.lossless:
-            return int(step.added), 0, hosted.copy_of(step.values)
+            return step.added, False, hosted.copy_of(step.values)
         return self._difference(hosted, step)
 
-    def _difference(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
+    def _difference(self, hosted: HostedHome, step: Answer) -> tuple[bool, bool, memoryview]:
         """Encodes an answer by a lossy codec: as the difference to what that node has been told, so that what the codec
         leaves out comes later (dual-way sparsification: Yan et al., ICPP 2020). Returns the same as `_encoded`."""
         rank = step.part.rank
         codec = self._encoder(hosted, rank, step.added)
         if step.added:
-            return 1, 1, self._packed(hosted, codec, step.values)
+            return True, True, self._packed(hosted, codec, step.values)
         told = hosted.told.get(rank)
         if told is None or step.part.kind == "ask":  # a question for the home's values gets every bit of them
             told = hosted.told[rank] = step.values.copy()  # another thread may be at work on the home
-            return 0, 0, copied(told)
+            return False, False, copied(told)
         payload = self._packed(hosted, codec, step.values - told)
         told += unpack(codec, payload)
         hosted.algorithm.told(hosted.home, step.part, told)
-        return 1, 1, payload
+        return True, True, payload
 
     def _encoder(self, hosted: HostedHome, position: int, added: bool = False) -> BucketCodec:
-        """Returns the codec of what a home sends to a rank, or (-1) to its neighbours.
+        """Returns the codec of what a home sends to a rank, or to its `NEIGHBOURS`.
 
         It adds what it has not sent to the next only where that is `added`: a difference to what the rank was told has
         it already. All ranks' answers are rounded by the same draws, so that those who are told the same stay alike.
@@ -126,10 +127,10 @@ class Actions:
     def heard(self, hosted: HostedHome, part: Contribution) -> list[Act]:
         """A worker has said what it has. Returns the calls that tell it that this is known."""
         rank, node = hosted.ranks[part.rank], hosted.nodes[part.rank]
-        message = replace(self._piece(hosted, "answer", hosted.home.rank, rank, part.clock), notes=(0, 0))
+        message = replace(self._piece(hosted, "answer", hosted.home.rank, rank, part.clock), terms=wire.AnswerTerms())
         hosted.algorithm.told(hosted.home, part, part.values)
         if node == self._here.node:
-            return [partial(self._clients.answered, message, ())]
+            return [partial(self._clients.answered, message)]
         if not hosted.decoder.lossless:
             hosted.told[part.rank] = part.values
         return [partial(self._here.send, node, message, memoryview(b""))]
@@ -157,7 +158,7 @@ class Actions:
         if len(local) < len(nodes):
             payload = step.payload
             if payload is None:
-                payload = self._packed(hosted, self._encoder(hosted, -1), step.values)
+                payload = self._packed(hosted, self._encoder(hosted, NEIGHBOURS), step.values)
             elif hosted.home.codec is not None and len(payload):
                 hosted.plan.note_message(hosted.home.codec, len(payload))
             for position, node in nodes.items():
@@ -174,9 +175,9 @@ class Actions:
             if node == here.node:
                 now = here.outside.clock()
                 part = Contribution(0, step.numbers, kind="told", clock=step.clock, arrived=now)
-                acts.append(partial(self._arrived, (plan.id, bucket, -1), part))
+                acts.append(partial(self._arrived, (plan.id, bucket, wire.SHARD), part))
             else:
-                message = replace(self._piece(hosted, "told", -1, hosted.ranks[0], step.clock), bucket=bucket)
+                message = replace(self._piece(hosted, "told", wire.SHARD, hosted.ranks[0], step.clock), bucket=bucket)
                 acts.append(partial(here.send, node, message, memoryview(step.numbers.tobytes())))
         return acts
 
@@ -235,7 +236,7 @@ class HomeServer:
         for bucket in plan.buckets:
             if shards:
                 if plan.homes[bucket.index] == self._here.node:
-                    self._open(state, bucket, -1)
+                    self._open(state, bucket, wire.SHARD)
                 continue
             for rank in state.members.local:
                 self._open(state, bucket, state.members.set.ranks.index(rank))
@@ -397,14 +398,14 @@ class HomeServer:
             one = hosted.outbox.popleft()
             hosted.sent += 1
             message = wire.Piece(
-                self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, one.kind, -1, hosted.ranks[one.rank],
-                hosted.sent, one.clock, 0, 0, one.rates, one.samples,
+                self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, one.kind, wire.SHARD,
+                hosted.ranks[one.rank], hosted.sent, one.clock, 0, 0, one.rates, one.samples,
             )  # fmt: skip
             self._here.send(mirror, message, joined(one.payloads))
 
     def mirrored(self, node: int, message: wire.PieceTaken) -> None:
         """A mirror has all that it was told up to a message. Raises `WireError` if it cannot say so."""
-        hosted = self._homes.get((message.plan, message.bucket, -1))
+        hosted = self._homes.get((message.plan, message.bucket, wire.SHARD))
         if hosted is None:
             return  # its plan is no longer active
         if node != hosted.mirror or message.clock > hosted.sent:
@@ -442,13 +443,13 @@ class HomeServer:
             home.heard[position] = part.clock + 1
             stale = max(home.version - part.version, 0)
             # At a replica only its own worker posts: there is no other to be ahead of.
-            ahead = max(home.done[position] - home.slowest, 0) if home.rank < 0 else 0
+            ahead = max(home.done[position] - home.slowest, 0) if home.is_shard else 0
             self._here.context.trace.record(
                 Kind.APPLIED, f"bucket {hosted.bucket.index}", stale, part.clock, hosted.plan.plan.id,
                 peer=hosted.ranks[position],
             )  # fmt: skip
             waited = self._here.outside.clock() - part.arrived
-            hosted.notes[position] = stale, ahead, max(round(1000 * waited), 0)
+            hosted.staleness[position] = wire.Staleness(stale, ahead, max(round(1000 * waited), 0))
         nothing = part.kind == "post" and not part.samples
         steps = hosted.algorithm.nothing(home, part) if nothing else hosted.algorithm.received(home, part)
         acts = self._actions.prepared(hosted, steps)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from fusion_rt import wire
+
 _BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -41,20 +43,16 @@ class Histogram:
 
 
 class Meters:
-    """The staleness of the contributions of one node's workers.
-
-    `version_lag`: updates that the home has seen since the worker last heard from it; `clock_gap`: clocks that the
-    worker was ahead of the slowest; `age_ms`: how long a contribution lay at its home before it was read.
-    """
+    """The staleness of the contributions of one node's workers: a histogram for each attribute of `wire.Staleness`."""
 
     def __init__(self) -> None:
         self.version_lag, self.clock_gap, self.age_ms = Histogram(), Histogram(), Histogram()
 
-    def note(self, version_lag: int = 0, clock_gap: int = 0, age_ms: int = 0) -> None:
+    def note(self, staleness: wire.Staleness) -> None:
         """One contribution has been answered."""
-        self.version_lag.note(version_lag)
-        self.clock_gap.note(clock_gap)
-        self.age_ms.note(age_ms)
+        self.version_lag.note(staleness.version_lag)
+        self.clock_gap.note(staleness.clock_gap)
+        self.age_ms.note(staleness.age_ms)
 
     def statistics(self) -> dict[str, object]:
         """Returns the statistics of each histogram, by its name."""

@@ -263,7 +263,7 @@ class Waits:
 
 
 def key_of(state: PlanState, bucket: wire.Bucket, home: int) -> OpKey:
-    """The key of what is told of a home; `home`: the position of its rank, or -1."""
+    """The key of what is told of a home; `home`: the position of its rank, or `wire.SHARD`."""
     return OpKey(state.plan.process_set, state.plan.id, str(bucket.index), home + 1)
 
 

@@ -24,7 +24,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.local.saved_state import SHARD, Array, Kind, StateOwner, by_owner
+from fusion_rt.local.saved_state import Array, Kind, StateOwner, by_owner
 from fusion_rt.torch.sync.scales.conversion import Meant
 
 Arrays: TypeAlias = dict[str, Array]
@@ -69,7 +69,7 @@ def collect(
     found = CarriedState(meant=meant or Meant())
     homes: dict[int, Arrays] = {}
     for owner, entries in by_owner(state).items():
-        if owner.kind == shards and owner.rank == SHARD:
+        if owner.kind == shards and owner.rank == wire.SHARD:
             homes[owner.bucket] = entries
         elif owner.kind == "sender":
             for entry, value in entries.items():

@@ -142,10 +142,8 @@ def test_a_piece_that_no_node_would_send_is_refused(changes: dict[str, object], 
 @for_each(
     ("changes", "why"),
     [
-        ({"notes": ()}, "which say nothing"),
-        ({"notes": (0, 1)}, "which say nothing"),
-        ({"notes": (2, 0, 0, 0, 0)}, "which say nothing"),
-        ({"notes": (1, 0, 0)}, "which say nothing"),
+        ({"terms": None}, "by which no home answers"),
+        ({"terms": wire.AnswerTerms(added=False, coded=True)}, "by which no home answers"),
         ({"rank": 1}, "no answer of rank 1"),
         ({"kind": "refused", "nbytes": 1 << 20}, "and 65536 is the most"),
     ],
@@ -153,7 +151,9 @@ def test_a_piece_that_no_node_would_send_is_refused(changes: dict[str, object], 
 def test_an_answer_that_no_home_would_give_is_refused(changes: dict[str, object], why: str) -> None:
     workers = Workers([1, 1], "asp", START, RATE)
     bucket = workers.plan.homes.index(1)
-    answer = wire.Piece(0, workers.plan.id, bucket, "answer", -1, 0, 0, 1, 8, notes=(0, 0, 0, 0, 0))
+    answer = wire.Piece(
+        0, workers.plan.id, bucket, "answer", -1, 0, 0, 1, 8, terms=wire.AnswerTerms(staleness=wire.Staleness())
+    )
     with pytest.raises(WireError, match=why):
         homes_of(workers, 0).peer(1, replace(answer, **changes), memoryview(bytes(8)))
 
@@ -162,7 +162,9 @@ def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
     workers = Workers([1, 1], "asp", START, RATE)
     bucket = workers.plan.homes.index(1)
     nbytes = workers.plan.buckets[bucket].numel * 8
-    answer = wire.Piece(0, workers.plan.id, bucket, "answer", -1, 0, 5, 1, nbytes, notes=(0, 0, 0, 0, 0))
+    answer = wire.Piece(
+        0, workers.plan.id, bucket, "answer", -1, 0, 5, 1, nbytes, terms=wire.AnswerTerms(staleness=wire.Staleness())
+    )
     workers.post(0, gradient(0, 0), settle=False)
     before = workers.memory[0].copy()
     homes_of(workers, 0).peer(1, answer, memoryview(bytes(nbytes)))  # of a clock that it has not posted

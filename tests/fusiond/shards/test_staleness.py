@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion_rt import wire
 from fusiond.shards.staleness import Histogram, Meters
 
 
@@ -51,8 +52,8 @@ def test_a_histogram_stays_small_whatever_is_noted() -> None:
 
 def test_meters_note_contributions() -> None:
     meters = Meters()
-    meters.note(3, 1, 20)
-    meters.note()
+    meters.note(wire.Staleness(3, 1, 20))
+    meters.note(wire.Staleness())
     told = meters.statistics()
     assert [told[name]["max"] for name in ("version_lag", "clock_gap", "age_ms")] == [3, 1, 20]  # type: ignore[index]
     assert [told[name]["count"] for name in ("version_lag", "clock_gap", "age_ms")] == [2, 2, 2]  # type: ignore[index]
