@@ -17,8 +17,9 @@ import torch
 
 from fusion_rt import codecs, wire
 from fusion_rt.codecs.error_feedback import NODE_TENSORS
+from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import GLOBAL_SET
-from fusion_rt.local.saved_state import Array
+from fusion_rt.local.saved_state import Array, State, StateOwner, by_owner
 from fusion_rt.torch.ops.broadcast import barrier
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.ops.reduce import allreduce
@@ -209,12 +210,13 @@ class Checkpoint:
         try:
             node, meant = int(saved["node"]), meant_in(saved)
             state = {str(key): value.detach().cpu().contiguous().numpy() for key, value in saved["state"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            owned = by_owner(state)
+        except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
             raise ValueError(
                 f"the entry {KEY!r} of the checkpoint is no state of a distributed optimizer: {error!r}"
             ) from None
-        self._check(state)
-        state = self._converted(state, meant)
+        self._check(owned)
+        state = self._converted(owned, meant)
         own = here.client.welcome.node
         if node != own and here.local_rank == 0 and own == (0 if node else 1):
             warnings.warn(
@@ -228,21 +230,24 @@ class Checkpoint:
                 here.client.load_state(where.process_set, where.group, state, common=node != own)
         self.units.resume(meant)
 
-    def _converted(self, state: Mapping[str, Any], meant: Meant) -> dict[str, Any]:
+    def _converted(self, owned: Mapping[StateOwner, State], meant: Meant) -> State:
         """Returns a saved state with the memory of an all-reduce's codecs in today's unit."""
-        factor = 1.0 if self._homes else self.units.conversion(meant)
+        factor = np.float32(1.0 if self._homes else self.units.conversion(meant))
         kinds = tuple(f"{kind}/" for kind in NODE_TENSORS)
-        return {
-            key: value * np.float32(factor) if factor != 1.0 and key.partition(":")[2].startswith(kinds) else value
-            for key, value in state.items()
-        }
+        state: State = {}
+        for owner, entries in owned.items():
+            scales = factor != 1.0 and owner.kind == "codec"
+            state |= owner.keyed(
+                {key: value * factor if scales and key.startswith(kinds) else value for key, value in entries.items()}
+            )
+        return state
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check(self, owned: Mapping[StateOwner, State]) -> None:
+        """Raises `ValueError` if codecs have state of other parameters. Homes are the daemon's to check."""
         sizes = self.sizes()
-        for key, value in state.items():
-            if key.startswith(("home:", "sender:")):
-                continue  # of an algorithm; the daemon knows whether it can use it
-            kind, slash, name = key.partition(":")[2].partition("/")
+        of_codecs = [entries for owner, entries in owned.items() if owner.kind == "codec"]
+        for key, value in (entry for entries in of_codecs for entry in entries.items()):
+            kind, slash, name = key.partition("/")
             if slash and name not in sizes:
                 raise ValueError(
                     f"the checkpoint has compression state of a parameter {name!r}, which this optimizer does not "

@@ -30,6 +30,7 @@ from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.tensor_rules import Group
 from fusion_rt.codecs.worker_selection import ALIGNMENT, HEADER, SPOILED, Shape, Tray, is_selected_from
 from fusion_rt.host.arena import Segment
+from fusion_rt.local.saved_state import StateOwner, by_owner
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.sides import Side
 from fusion_rt.torch.node.reduction import NodeReduction
@@ -444,9 +445,10 @@ class Selections:
         if self.here or not self.buckets:
             return
         state = place.here.client.save_state(place.process_set, place.group)
+        owned = by_owner(state)
         for index, selection in self.buckets.items():
-            left = selection.take_from(_of_bucket(state, index))
-            state |= {f"{index}:{key}": value for key, value in left.items()}
+            codec = StateOwner("codec", index)
+            state |= codec.keyed(selection.take_from(owned.get(codec, {})))
         self._load(place, state)
         self.here = True
 
@@ -460,9 +462,10 @@ class Selections:
         """Returns the state of `Client.save_state` with the residuals that are here. Raises as that."""
         state = place.here.client.save_state(place.process_set, place.group)
         if self.here:
+            owned = by_owner(state)
             for index, selection in self.buckets.items():
-                found = selection.add_to(_of_bucket(state, index))
-                state |= {f"{index}:{key}": value for key, value in found.items()}
+                codec = StateOwner("codec", index)
+                state |= codec.keyed(selection.add_to(owned.get(codec, {})))
         return state
 
     def forget(self) -> None:
@@ -474,8 +477,3 @@ class Selections:
     def _load(self, place: Where, state: Mapping[str, Any]) -> None:
         with place.here.allocating:
             place.here.client.load_state(place.process_set, place.group, state)
-
-
-def _of_bucket(state: Mapping[str, Any], index: int) -> dict[str, Any]:
-    prefix = f"{index}:"
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
