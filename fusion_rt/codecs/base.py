@@ -227,6 +227,7 @@ class BucketCodec(ABC):
             added to and encoded again. `owners`: a node sums a range of the bucket from the portions of all others
             (`SummingBucketCodec`). `factors`: two dense sums (`FactoringBucketCodec`).
         lossless: decoding gives back every bit, so that the sender need not decode its own payload again.
+        is_pure: to encode and decode changes nothing of the codec, so that several threads may do it at a time.
         step: how many steps have begun; of a stateful codec.
         bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty where they have none (yet).
         keeps_before: the last step may be dropped, also after it was complete.
@@ -239,6 +240,7 @@ class BucketCodec(ABC):
 
     exchange: ClassVar[Exchange] = "chunks"
     lossless: bool = False
+    is_pure: bool = False
     step: int = 0
     bounds: tuple[int, ...] = ()
     keeps_before: bool = False

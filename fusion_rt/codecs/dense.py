@@ -12,6 +12,7 @@ from fusion_rt.core.dtypes import DType
 
 class DenseBucket(BucketCodec):
     lossless = True
+    is_pure = True
 
     def encode(self, start: int, values: Array) -> memoryview:
         return values.view(np.uint8).data

@@ -23,6 +23,7 @@ from fusion_rt.kernels.team import ALONE, Team
 
 class HalfBucket(BucketCodec):
     codec: _Half
+    is_pure = True
 
     def __init__(self, layout: Layout, codec: _Half, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team)

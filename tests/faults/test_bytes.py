@@ -65,11 +65,18 @@ def test_changed_and_lost_bytes_are_made_good_or_an_error_and_never_a_wrong_sum(
     assert workers.wrong == []
 
 
-@pytest.mark.parametrize("encryption", [ENCRYPTED, PLAIN], ids=["encrypted", "plain"])
+LANES = {"FUSION_KERNEL_THREADS": "4", "FUSION_CHUNK_BYTES": "256KiB"}
+
+
+@pytest.mark.parametrize(
+    "encryption",
+    [ENCRYPTED | SMALL_CHUNKS, PLAIN | SMALL_CHUNKS, ENCRYPTED | LANES, PLAIN | LANES],
+    ids=["encrypted", "plain", "encrypted, by lanes", "plain, by lanes"],
+)
 def test_a_changed_payload_is_counted_and_told_and_the_job_goes_on(
     proxied: MakeProxied, encryption: dict[str, str]
 ) -> None:
-    job = proxied(5, **encryption, **SMALL_CHUNKS).start()
+    job = proxied(5, **encryption).start()
     workers = Workers(job.join(), LARGE, range(2))
     workers.go_on(2)
     job.payload.fault = Fault(flip_after=400)  # beyond the greeting, of the connection that stands

@@ -343,6 +343,7 @@ class VirtualSockets:
         self.daemon = daemon
         self.public = b"%040d" % (1000 * serial + daemon.node)
         self.encrypts = True
+        self.lanes = None
         self.context = MagicMock()
         self._network, self._node, self._address = network, daemon.node, address
 

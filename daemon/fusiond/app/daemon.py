@@ -44,6 +44,7 @@ from fusiond.transport.probe import LinkProbe
 from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
+    from fusiond.host.thread_pool import KernelPool
     from fusiond.live.metrics import Metrics
 
 _log = logging.getLogger("fusiond")
@@ -78,6 +79,7 @@ class Daemon:
         self._metrics: Metrics | None = None
         loop = self._loop = EventLoop()
         self._mesh: Mesh | None = None
+        self._lanes: KernelPool | None = None
         if config.elastic or len(config.topology.hosts) > 1:
             self._mesh = Mesh(loop, config, settings, self, self._trace)
         timeline = TimelineController(
@@ -119,13 +121,16 @@ class Daemon:
             FusionError: the lines on standard input cannot be used.
         """
         # Imported only now: Numba takes half a second, which the workers meanwhile spend importing torch.
-        from fusiond.host.thread_pool import KernelPool, prepare_kernels
+        from fusiond.host.thread_pool import LANES_ABOVE, KernelPool, prepare_kernels
         from fusiond.workers.connections import Workers
 
         allow_many_descriptors()
         ignore_float_errors()
         keep_freed_memory()
         self._parts.pool = KernelPool(self._loop, self._settings.kernel_threads)
+        if self._mesh is not None and self._settings.kernel_threads > LANES_ABOVE:
+            self._lanes = KernelPool(self._loop, self._settings.kernel_threads, "lane")
+            self._mesh.work_on(self._lanes.run)
         self._directory.show_stacks()
         self._parts.workers = Workers(self._loop, self._listener, self._formation.worker_dispatch)
         self._formation.begin()
@@ -241,6 +246,8 @@ class Daemon:
         self._formation.relayed.close()
         if self._mesh is not None:
             self._mesh.close()
+        if self._lanes is not None:
+            self._lanes.close()
         self._parts.pool.close()
         self._parts.files.close()
         self._parts.stacks.close()

@@ -55,6 +55,11 @@ class Port(Protocol):
         thread, so that the event loop goes on meanwhile. The exchange receives nothing before `then` has returned.
         An exception of the job fails the operation."""
 
+    def beside(self, job: Job, then: Callable[[], None]) -> None:
+        """Does the work of a received chunk, with which `receive` ends: both at once; or, of a long chunk where
+        `Exchange.lanes`, the job on a thread, while the exchange receives further chunks, and `then` later in the event
+        loop. The chunk has been consumed when `then` has returned. An exception fails the operation."""
+
     def finish(self) -> None:
         """All chunks have been received; called once. The engine delivers when its payloads have been consumed."""
 
@@ -66,11 +71,13 @@ class Exchange(ABC):
         local_nbytes: bytes that `jobs` touch; the engine runs small ones at once instead of in the kernel pool.
         lends: it sends borrowed memory, so that it is over only when peers have consumed that.
             Where all payloads are `bytes`, which never change, that need not be waited for, and no peer has to tell.
+        lanes: the work of chunks may be done by threads (`Port.beside`), several at a time.
         results: for each local member, in rank order, when results do not lie where the inputs lay; else empty.
     """
 
     local_nbytes: int = 0
     lends: bool = True
+    lanes: bool = False
 
     def __init__(self, port: Port) -> None:
         self.port = port
@@ -90,7 +97,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        """Takes a chunk from the peer at `position`. It has been consumed when this returns.
+        """Takes a chunk from the peer at `position`. It has been consumed when this returns, or as `Port.beside` says.
 
         Raises:
             ExchangeError: the chunk is not part of this operation, came before, or has the wrong size.
@@ -259,13 +266,24 @@ def of_partials(reducer: Reducer, codec: BucketCodec) -> BucketCodec:
 
 @dataclass
 class Once:
-    """Notes which chunks have come, so that each is reduced exactly once."""
+    """Notes which chunks have come, so that each is reduced exactly once.
+
+    Attributes:
+        expected: how many there are; `taken`: of them, those whose work is done.
+        seen: those that have come.
+    """
 
     expected: int
+    taken: int = 0
     seen: set[tuple[int, int, int, int]] = field(default_factory=set)
 
     def note(self, chunk: wire.Chunk, position: int = 0) -> None:
-        """Notes a chunk; `position` tells senders of the same part apart, where there are several.
+        """Notes a chunk that has come, and whose work is done; as `came`."""
+        self.came(chunk, position)
+        self.taken += 1
+
+    def came(self, chunk: wire.Chunk, position: int = 0) -> None:
+        """Notes a chunk that has come; `position` tells senders of the same part apart, where there are several.
 
         Raises:
             ExchangeError: this chunk has come before.
@@ -277,7 +295,7 @@ class Once:
 
     @property
     def complete(self) -> bool:
-        return len(self.seen) == self.expected
+        return self.taken == self.expected
 
 
 def spoil(outputs: Sequence[Array], layout: Layout) -> None:

@@ -61,6 +61,7 @@ class Blocks(Exchange):
         name: Callable[[int], str] = lambda part: f"block {part}",
     ) -> None:
         super().__init__(port)
+        self.lanes = True
         self._blocks = {block.part: block for block in blocks}
         self._outgoing = outgoing
         self._shapes = results
@@ -117,13 +118,20 @@ class Blocks(Exchange):
             raise ExchangeError(
                 f"{self._name(chunk.part)} more or fewer bytes come than the {block.nbytes} that are expected there"
             )
-        self._once.note(chunk)
-        data = np.frombuffer(payload, np.uint8)
-        for result, offset in places:
-            low = offset + chunk.start
-            self.results[result].array[low : low + len(data)] = data
-        if self._once.complete:
-            self.port.finish()
+        self._once.came(chunk)
+        targets = [self.results[result].array[offset + chunk.start :][: len(payload)] for result, offset in places]
+
+        def take() -> None:
+            data = np.frombuffer(payload, np.uint8)
+            for target in targets:
+                target[:] = data
+
+        def go_on() -> None:
+            self._once.taken += 1
+            if self._once.complete:
+                self.port.finish()
+
+        self.port.beside(take, go_on)
 
 
 def _allgather(agreed: Agreed) -> Blocks:

@@ -38,6 +38,7 @@ class Broadcast(Exchange):
 
     def __init__(self, port: Port, root: int, source: Array | None, outputs: Sequence[Array]) -> None:
         super().__init__(port)
+        self.lanes = True
         self._source = source
         self._outputs = outputs
         self._nbytes = len(outputs[0])
@@ -77,13 +78,20 @@ class Broadcast(Exchange):
             or chunk.hop
         ):
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this broadcast")
-        self._once.note(chunk)
-        values = np.frombuffer(payload, np.uint8)
-        for output in self._outputs:
-            output[chunk.start : chunk.start + length] = values
-        self._pass_on(chunk.start, payload)
-        if self._once.complete:
-            self.port.finish()
+        self._once.came(chunk)
+
+        def take() -> None:
+            values = np.frombuffer(payload, np.uint8)
+            for output in self._outputs:
+                output[chunk.start : chunk.start + length] = values
+
+        def go_on() -> None:
+            self._once.taken += 1
+            self._pass_on(chunk.start, payload)
+            if self._once.complete:
+                self.port.finish()
+
+        self.port.beside(take, go_on)
 
     def _pass_on(self, start: int, payload: memoryview) -> None:
         for child in self._children:

@@ -31,6 +31,9 @@ class _Stage:
     def work(self, nbytes: int, job: Job, then: Callable[[], None]) -> None:
         self._port.work(nbytes, job, then)
 
+    def beside(self, job: Job, then: Callable[[], None]) -> None:
+        self._port.beside(job, then)
+
     def finish(self) -> None:
         self._then()
 

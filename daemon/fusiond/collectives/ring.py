@@ -61,6 +61,7 @@ class Ring(Exchange):
         self._outputs = outputs
         self._mine = np.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
         self._partials = of_partials(reducer, codec)
+        self.lanes = codec.is_pure
         n, nodes = len(self._mine), port.nodes
         self.local_nbytes = n * reducer.dtype.itemsize * len(sources)
         self._bounds = [n * i // nodes for i in range(nodes + 1)]
@@ -109,30 +110,39 @@ class Ring(Exchange):
             or hop != (travelled + nodes if gathering and travelled < nodes - 1 else travelled)
         ):
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this ring")
-        self._once.note(chunk)
+        self._once.came(chunk)
         low, high = self._range(chunk.part, chunk.start)
-        if gathering:
-            values = self._codec.decoded(low, payload, high - low)
-            for output in self._outputs:
-                output[low:high] = values
-            passed_on: memoryview | bytes = payload
-        elif hop < nodes - 2:
-            mine = self._mine[low:high]
-            self._reducer.combine(self._partials.decoded(low, payload, high - low), mine, mine)
-            passed_on = self._partials.encode(low, mine)
-        else:
-            passed_on = self._finalize(low, high, payload)
-        if hop < 2 * nodes - 3:
-            self._send(chunk.part, chunk.start, hop + 1, passed_on)
-        if self._once.complete:
-            self._end()
+        passed_on = payload
+
+        def take() -> None:
+            nonlocal passed_on
+            if gathering:
+                values = self._codec.decoded(low, payload, high - low)
+                for output in self._outputs:
+                    output[low:high] = values
+            elif hop < nodes - 2:
+                mine = self._mine[low:high]
+                self._reducer.combine(self._partials.decoded(low, payload, high - low), mine, mine)
+                passed_on = self._partials.encode(low, mine)
+            else:
+                passed_on = self._finalize(low, high, payload)
+
+        def go_on() -> None:
+            self._once.taken += 1
+            if hop < 2 * nodes - 3:
+                self._send(chunk.part, chunk.start, hop + 1, passed_on)
+            if self._once.complete:
+                self._end()
+
+        # No other chunk has these elements before this one has been passed on.
+        self.port.beside(take, go_on)
 
     def _end(self) -> None:
         dense = 2 * len(self._mine) * self._reducer.dtype.itemsize * (self.port.nodes - 1) // self.port.nodes
         self._codec.note_sent(self._sent_nbytes, dense)
         self.port.finish()
 
-    def _finalize(self, low: int, high: int, payload: memoryview) -> memoryview | bytes:
+    def _finalize(self, low: int, high: int, payload: memoryview) -> memoryview:
         """Computes the final value of an owned chunk, here and as it will be everywhere else."""
         parts = [self._partials.decoded(low, payload, high - low), self._mine[low:high]]
         outputs = [output[low:high] for output in self._outputs]

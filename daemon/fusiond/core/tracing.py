@@ -16,7 +16,7 @@ from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusion_rt.tracing import files
-from fusion_rt.tracing.format import Kind, Role
+from fusion_rt.tracing.format import NOBODY, Kind, Role
 from fusion_rt.tracing.recorder import Instrument, Owner, Record, Recorder, open_recorder
 from fusion_rt.wire import OpKey
 
@@ -122,13 +122,16 @@ def _operation(plan: wire.Plan) -> str:
     return f"{op} (process set {plan.process_set})" if plan.process_set else op
 
 
-def recorded_jobs(jobs: Iterable[Job], trace: Instrument, what: About, nbytes: int) -> Sequence[Job]:
-    """Returns jobs that reduce, each recorded by the thread that runs it. `nbytes`: read by all of them together."""
+def recorded_jobs(
+    jobs: Iterable[Job], trace: Instrument, what: About, nbytes: int, peer: int = NOBODY
+) -> Sequence[Job]:
+    """Returns jobs that reduce, each recorded by the thread that runs it. `nbytes`: read by all of them together;
+    `peer`: the node whose chunk it is."""
     jobs = tuple(jobs)
-    return [partial(_do, job, trace, what, nbytes // len(jobs)) for job in jobs]
+    return [partial(_do, job, trace, what, nbytes // len(jobs), peer) for job in jobs]
 
 
-def _do(job: Job, trace: Instrument, what: About, nbytes: int) -> None:
-    trace.record(Kind.REDUCE_BEGIN, what.name, nbytes, what.clock, what.plan)
+def _do(job: Job, trace: Instrument, what: About, nbytes: int, peer: int) -> None:
+    trace.record(Kind.REDUCE_BEGIN, what.name, nbytes, what.clock, what.plan, 0, peer)
     job()
-    trace.record(Kind.REDUCE_END, what.name, nbytes, what.clock, what.plan)
+    trace.record(Kind.REDUCE_END, what.name, nbytes, what.clock, what.plan, 0, peer)

@@ -12,6 +12,8 @@ from fusiond.host.loop import EventLoop
 
 Job = Callable[[], None]
 Then = Callable[[BaseException | None], None]
+LANES_ABOVE = 2
+"""Kernel threads up to which the event loop works on what arrives itself: its host has no processors for more."""
 
 
 class KernelPool:
@@ -20,10 +22,12 @@ class KernelPool:
     Args:
         loop: runs completions.
         threads: number of threads at first.
+        name: of the threads.
     """
 
-    def __init__(self, loop: EventLoop, threads: int) -> None:
+    def __init__(self, loop: EventLoop, threads: int, name: str = "kernel") -> None:
         self.threads = threads
+        self._name = name
         self._loop = loop
         self._jobs: queue.SimpleQueue[tuple[Job, Callable[[BaseException | None], None]] | None] = queue.SimpleQueue()
         self._submitted = 0
@@ -53,7 +57,7 @@ class KernelPool:
 
     def _grow(self, threads: int) -> None:
         while len(self._workers) < threads:
-            name = f"kernel-{len(self._workers)}"
+            name = f"{self._name}-{len(self._workers)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()

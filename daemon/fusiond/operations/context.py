@@ -9,6 +9,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants
+from fusiond.host.thread_pool import LANES_ABOVE
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Context:
     outside: Effects
     participants: Participants
     trace: Instrument = NULL
+
+    @property
+    def lanes(self) -> bool:
+        """True if threads do the work of long chunks: there are more of them than the event loop keeps busy itself."""
+        return self.settings.kernel_threads > LANES_ABOVE
 
     @property
     def host(self) -> str:

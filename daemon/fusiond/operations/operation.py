@@ -98,6 +98,8 @@ class Operation:
         is_here: nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in.
         staging: brings local contributions to the exchange's memory, and results back, if they do not
             lie there: scratch memory that stands in for workers' own, or a node's parts.
+        uses_lane: the work of the chunk that its exchange is taking is for a thread; `beside_it`: that work.
+        lanes: chunks whose work threads do.
     """
 
     owner: NodeOperations
@@ -125,6 +127,9 @@ class Operation:
     until: float = math.inf
     is_here: bool = True
     staging: Staging | NodeParts | None = None
+    uses_lane: bool = False
+    beside_it: tuple[Job, Callable[[], None]] | None = None
+    lanes: int = 0
     _error: wire.OpFailed | None = None
 
     @property
@@ -236,7 +241,7 @@ class Operation:
     def _done(self, then: Callable[[], None], error: BaseException | None) -> None:
         self.busy = False
         if self.state is _FAILED:  # in the meantime
-            self._give_back()
+            self._give_back_if_quiet()
         elif error is not None:
             self.owner.failed_by(self, error)
         else:
@@ -275,15 +280,55 @@ class Operation:
         position = self.members.nodes.index(node)
         name, clock, plan = self.about
         nbytes = len(payload)
-        record(Kind.REDUCE_BEGIN, name, nbytes, clock, plan, 0, node)
+        self.uses_lane = nbytes >= INLINE_WORK and self.exchange.lanes and context.lanes
         try:
-            self.exchange.receive(position, chunk, payload)
-            record(Kind.REDUCE_END, name, nbytes, clock, plan, 0, node)
-            record(Kind.TAKEN, name, nbytes, clock, plan, 0, node)
-            self.port.consumed(position, nbytes)
-            self._finish_if_over()  # now, since workers are answered when it is recorded that the last chunk was taken
+            if self.uses_lane:
+                self.exchange.receive(position, chunk, payload)
+            else:
+                record(Kind.REDUCE_BEGIN, name, nbytes, clock, plan, 0, node)
+                self.exchange.receive(position, chunk, payload)
+                record(Kind.REDUCE_END, name, nbytes, clock, plan, 0, node)
+                self._taken(node, position, nbytes)
         except Exception as error:
             self.owner.failed_by(self, error)
+            return
+        if self.beside_it is not None:
+            (job, then), self.beside_it = self.beside_it, None
+            self.lanes += 1
+            jobs = recorded_jobs([job], context.trace, self.about, nbytes, node)
+            self.owner.work.do(plan, jobs, math.inf, partial(self._worked_beside, then, node, position, nbytes))
+
+    def beside(self, job: Job, then: Callable[[], None]) -> None:
+        """Does the work of the chunk that it receives, or leaves it to a thread; see `Port.beside`."""
+        if self.uses_lane:
+            self.beside_it = job, then
+        else:
+            job()
+            then()
+
+    def _worked_beside(
+        self, then: Callable[[], None], node: int, position: int, nbytes: int, error: BaseException | None
+    ) -> None:
+        self.lanes -= 1
+        if self.state is _FAILED:  # in the meantime
+            self._give_back_if_quiet()
+        elif error is not None:
+            self.owner.failed_by(self, error)
+        else:
+            self.since = self.owner.context.outside.clock()
+            self._guarded(partial(self._go_on_beside, then, node, position, nbytes))
+
+    def _go_on_beside(self, then: Callable[[], None], node: int, position: int, nbytes: int) -> None:
+        then()
+        self._taken(node, position, nbytes)
+
+    def _taken(self, node: int, position: int, nbytes: int) -> None:
+        """Its exchange has taken a chunk."""
+        assert self.port is not None
+        name, clock, plan = self.about
+        self.owner.context.trace.record(Kind.TAKEN, name, nbytes, clock, plan, 0, node)
+        self.port.consumed(position, nbytes)
+        self._finish_if_over()  # now, since workers are answered when it is recorded that the last chunk was taken
 
     def _take_early(self) -> None:
         """Gives its exchange the chunks that wait for it, until it works on one."""
@@ -407,11 +452,12 @@ class Operation:
         """Ends without a word to the workers, unless it `fail`s: the job cannot go on."""
         has_started = self.takes_chunks
         self._enter(_FAILED)
-        if not self.busy:
-            self._give_back(has_started)
+        self._give_back_if_quiet(has_started)
 
-    def _give_back(self, has_started: bool = True) -> None:
-        """It has failed, and no thread works for it: gives codecs and workers their memory back."""
+    def _give_back_if_quiet(self, has_started: bool = True) -> None:
+        """It has failed: when no thread works for it, gives codecs and workers their memory back."""
+        if self.busy or self.lanes:
+            return
         if has_started and self.exchange is not None:
             self.exchange.abandon()
         if self._error is None:

@@ -48,6 +48,9 @@ class JobRunner(Protocol):
     def work(self, nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
         """See `Port.work`."""
 
+    def beside(self, job: Callable[[], None], then: Callable[[], None]) -> None:
+        """See `Port.beside`."""
+
 
 @dataclass(slots=True)
 class _Flow:
@@ -140,6 +143,13 @@ class FlowPort:
     def work(self, nbytes: int, job: Callable[[], None], then: Callable[[], None]) -> None:
         if self.runner is not None:
             self.runner.work(nbytes, job, then)
+        else:
+            job()
+            then()
+
+    def beside(self, job: Callable[[], None], then: Callable[[], None]) -> None:
+        if self.runner is not None:
+            self.runner.beside(job, then)
         else:
             job()
             then()

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import os
 import socket as sockets_of_python
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,8 @@ from fusion_rt.host.bootstrap import Endpoint
 from fusiond.core.errors import NO_ROOM
 from fusiond.host.loop import EventLoop
 from fusiond.transport.delivery import SendWindow, payload_head, split_payload_head
-from fusiond.transport.sealing import AES, Sealer
-from fusiond.transport.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, Sockets, bracketed
+from fusiond.transport.sealing import AES, Frames, Sealer
+from fusiond.transport.sockets import CONTROL_FRAME, LANE_FROM, LINGER, MORE, NOW, Socket, Sockets, bracketed
 
 _GREETING = payload_head(0) + wire.encode(wire.Heartbeat())
 _log = logging.getLogger("fusiond")
@@ -49,6 +50,17 @@ class Events:
     broke: Callable[[Link], None]
     wants: Callable[[Link], None]
     refused: Callable[[Link, str], None]
+
+
+@dataclass(slots=True)
+class Unsealed:
+    """A message that a lane seals, by `sealing`; `frames`: once it has."""
+
+    sealing: Callable[[], Frames]
+    frames: Frames | None = None
+
+    def seal(self) -> None:
+        self.frames = self.frames or self.sealing()
 
 
 class Link:
@@ -90,6 +102,7 @@ class Link:
         self._port = endpoint.payload_port if number else endpoint.control_port
         self.cipher = AES
         self._sealer: Sealer | None = None
+        self._leaving: deque[Unsealed] = deque()  # messages that lanes seal, and those behind them, of this connection
         self._tell = events
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
@@ -146,13 +159,42 @@ class Link:
             if payload is None:
                 _send_in_frames(self._socket, frame)
             else:
-                assert self._sealer is not None
-                head, sealed = self._sealer.seal(*split_payload_head(frame), payload)
-                self._socket.send(head, MORE)
-                self._socket.send(sealed, NOW, copy=len(sealed) < COPY_BELOW)
+                self._seal(frame, payload)
         except zmq.Again:  # libzmq has seen the end of it before its monitor has told us
             self.stands = False
             self._loop.call_soon(self._broke)
+
+    def _seal(self, frame: bytes, payload: bytes | memoryview) -> None:
+        """Seals a message and hands it to libzmq: at once, or in its turn once a lane has sealed it."""
+        assert self._sealer is not None
+        sealing, lanes = self._sealer.sealing(*split_payload_head(frame), payload), self._sockets.lanes
+        is_long = lanes is not None and len(payload) >= LANE_FROM
+        if not is_long and not self._leaving:
+            self._hand_over(*sealing())
+            return
+        message = Unsealed(sealing)
+        self._leaving.append(message)
+        if is_long and lanes is not None:
+            lanes([message.seal], partial(self._sealed, self._leaving))
+        else:
+            message.seal()
+
+    def _sealed(self, leaving: deque[Unsealed], error: BaseException | None) -> None:
+        """A lane has sealed a message: hands those over whose turn it is, if the connection is still that one."""
+        if error is not None:
+            raise error
+        try:
+            while leaving is self._leaving and leaving and (frames := leaving[0].frames) is not None:
+                leaving.popleft()
+                self._hand_over(*frames)
+        except zmq.Again:
+            self.stands = False
+            self._loop.call_soon(self._broke)
+
+    def _hand_over(self, head: bytes, payload: bytes | memoryview) -> None:
+        if self._socket is not None and self.stands:
+            self._socket.send(head, MORE)
+            self._socket.send(payload, NOW, copy=len(payload) < COPY_BELOW)
 
     def fruitless(self, now: float) -> float:
         """Seconds in which it has broken again and again without any message getting through."""
@@ -163,6 +205,10 @@ class Link:
     def close(self, linger: int = 0) -> None:
         """Closes the link for good; `linger`: ms that its queued messages may still take."""
         self._closed = True
+        if linger and self._leaving:  # a message sealed twice is the same twice
+            for message in self._leaving:
+                message.seal()
+            self._sealed(self._leaving, None)
         self.stands = False
         self._drop_socket(linger)
         self._drop_question()
@@ -260,6 +306,7 @@ class Link:
         self._monitor.close(0)
         self._socket.close(linger)
         self._socket = self._monitor = None
+        self._leaving = deque()
 
     # --- why it cannot be made ----------------------------------------------------------------------------------------
 

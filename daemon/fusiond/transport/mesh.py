@@ -52,7 +52,7 @@ from fusiond.transport.links import Events, Link
 from fusiond.transport.peers import AwakeClock, Peer, Suspicion
 from fusiond.transport.reception import Reception
 from fusiond.transport.sealing import AES, CHACHA, has_aes_here
-from fusiond.transport.sockets import LINGER, Sockets
+from fusiond.transport.sockets import LINGER, RunJobs, Sockets
 
 _CLOSED = "its connection was closed"
 _NOT_WANTED = "this node's daemon is not in the membership epoch that begins"
@@ -146,6 +146,10 @@ class Mesh:
         """Sets the callback for the node, the message, and its payload if it has one, for every valid message of a
         peer that is not about its connections."""
         self._reception.on_message = on_message
+
+    def work_on(self, lanes: RunJobs) -> None:
+        """Has long payloads be sealed and opened by threads."""
+        self._sockets.lanes = lanes
 
     def endpoint(self, pid: int) -> Endpoint:
         """Returns the endpoint at which peers reach this node."""

@@ -19,7 +19,7 @@ import secrets
 import socket as sockets_of_python
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import zmq
@@ -38,7 +38,7 @@ from fusiond.transport import delivery, probe
 from fusiond.transport.accepted_sockets import AcceptedSockets, Address, hung_up
 from fusiond.transport.peers import AwakeClock, Peer
 from fusiond.transport.sealing import Damaged, Opener, new_secret
-from fusiond.transport.sockets import CONTROL_FRAME, MAX_HEADER, NOW, Socket, Sockets
+from fusiond.transport.sockets import CONTROL_FRAME, LANE_FROM, MAX_HEADER, NOW, Socket, Sockets
 from fusiond.transport.zap import KeyGate
 
 _log = logging.getLogger("fusiond")
@@ -56,15 +56,38 @@ Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
 
 
 @dataclass(slots=True)
+class Unopened:
+    """A payload message of which the head is open, and a lane opens the payload.
+
+    Attributes:
+        opened: the payload, once it is open; or why it cannot be.
+    """
+
+    serial: int
+    body: memoryview
+    message: wire.PeerMessage
+    frame: zmq.Frame
+    opening: Callable[[memoryview], memoryview]
+    opened: memoryview | Damaged | None = None
+
+    def open(self) -> None:
+        try:
+            self.opened = self.opening(self.frame.buffer)
+        except Damaged as damage:
+            self.opened = damage
+
+
+@dataclass(slots=True)
 class Holder:
     """Holder of a token: connection `number` of the peer that was admitted as `id`; `opener`: opens its messages;
-    `descriptor`: where it came first, -1 until then."""
+    `descriptor`: where it came first, -1 until then; `arriving`: messages that lanes open, and those behind them."""
 
     id: int
     number: int
     token: bytes
     opener: Opener
     descriptor: int = -1
+    arriving: deque[Unopened] = field(default_factory=deque)
 
 
 class Tokens:
@@ -130,6 +153,7 @@ class Tokens:
 
     def end(self, holder: Holder) -> None:
         """Refuses what comes with a token from now on."""
+        holder.arriving = deque()
         if self._holders.pop(holder.token, None) is not None:
             self._old.add(holder.token)
             self._old_order.append(holder.token)
@@ -333,6 +357,7 @@ class Reception:
         self.gate = KeyGate(sockets.context, self.tokens.id_of_new)
         self.dropped = self.damaged = 0
         self._loop = loop
+        self._sockets = sockets
         self._peers = peers
         self._handlers = handlers
         self._lose = lose
@@ -486,7 +511,7 @@ class Reception:
         try:
             if len(rest) != 1 or len(frame.buffer) > MAX_HEADER:
                 raise Damaged("not a head and a payload")
-            serial, body, payload = holder.opener.open(frame.buffer, rest[0].buffer)
+            serial, body, opening = holder.opener.opening(frame.buffer)
             message = wire.decode_peer_message(body)
             if isinstance(message, _WITH_PAYLOAD) != bool(serial):
                 raise WireError(f"{type(message).__name__} does not come with a payload")
@@ -496,11 +521,33 @@ class Reception:
         except WireError:
             self.dropped += 1
             return
-        if not serial:  # the first one on a connection
-            self._heard(peer, holder.number, descriptor)
+        arrival = Unopened(serial, body, message, rest[0], opening)
+        lanes, arriving = self._sockets.lanes, holder.arriving
+        arriving.append(arrival)
+        if lanes is not None and len(rest[0]) >= LANE_FROM:
+            lanes([arrival.open], partial(self._opened, peer, holder, descriptor, arriving))
             return
-        nbytes = delivery.payload_nbytes(body, payload)
-        self._hand_on(peer, holder.number, serial, nbytes, message, payload)
+        arrival.open()
+        self._opened(peer, holder, descriptor, arriving, None)
+
+    def _opened(
+        self, peer: Peer, holder: Holder, descriptor: int, arriving: deque[Unopened], error: BaseException | None
+    ) -> None:
+        """A payload of a connection has been opened: hands those on whose turn it is, unless the connection ended, and
+        its messages come again on the next one."""
+        if error is not None:
+            raise error
+        while arriving is holder.arriving and arriving and (payload := arriving[0].opened) is not None:
+            arrival = arriving.popleft()
+            if peer.lost and self._is_fenced(peer):
+                continue
+            if isinstance(payload, Damaged):
+                self._end_damaged(peer, holder, descriptor, payload)
+            elif not arrival.serial:  # the first one on a connection
+                self._heard(peer, holder.number, descriptor)
+            else:
+                nbytes = delivery.payload_nbytes(arrival.body, payload)
+                self._hand_on(peer, holder.number, arrival.serial, nbytes, arrival.message, payload)
 
     def _end_damaged(self, peer: Peer, holder: Holder, descriptor: int, damage: Damaged) -> None:
         """Ends a connection on which bytes came that its peer has not sent: the peer makes another one."""

@@ -23,6 +23,9 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -39,6 +42,11 @@ _HEAD = struct.Struct("<QB")
 _NONCE = struct.Struct("<QI")
 _OF_HEAD, _OF_PAYLOAD = 0, 1
 _KEY_BYTES = {AES: 16, CHACHA: 32}
+
+
+Cipher: TypeAlias = AESGCM | ChaCha20Poly1305
+Frames: TypeAlias = tuple[bytes, bytes | memoryview]
+_CHANGED = "message {} was changed on the way, or is not from it"
 
 
 class Damaged(WireError):
@@ -83,9 +91,9 @@ class _Keys:
         self.encrypts = encrypts
         self._origin = secret
         self._which = (0, -1)  # cipher, and number of the key
-        self._cipher: AESGCM | ChaCha20Poly1305 | None = None
+        self._cipher: Cipher | None = None
 
-    def cipher(self, which: int, serial: int) -> AESGCM | ChaCha20Poly1305:
+    def cipher(self, which: int, serial: int) -> Cipher:
         """Returns the cipher for a message."""
         wanted = (which, serial // _REKEY)
         if self._cipher is None or wanted != self._which:
@@ -109,15 +117,21 @@ class Sealer:
         self._number = cipher
         self._last = -1
 
-    def seal(self, serial: int, body: bytes, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+    def seal(self, serial: int, body: bytes, payload: bytes | memoryview) -> Frames:
         """Returns both frames of a message; the second is the payload itself where it is not encrypted.
 
         Args:
             serial: larger than that of the message before.
         """
+        return self.sealing(serial, body, payload)()
+
+    def sealing(self, serial: int, body: bytes, payload: bytes | memoryview) -> Callable[[], Frames]:
+        """Returns a function that does what `seal` does, which any thread may call."""
         assert serial > self._last, "a nonce would be used twice"
         self._last = serial
-        cipher = self._keys.cipher(self._number, serial)
+        return partial(self._seal, self._keys.cipher(self._number, serial), serial, body, payload)
+
+    def _seal(self, cipher: Cipher, serial: int, body: bytes, payload: bytes | memoryview) -> Frames:
         head, nonce = _HEAD.pack(serial, self._number), _NONCE.pack(serial, _OF_PAYLOAD)
         if not self._keys.encrypts:
             body = cipher.encrypt(nonce, b"", payload) + body
@@ -146,6 +160,16 @@ class Opener:
         Raises:
             Damaged: a tag does not fit, or the message is not the one that follows on this connection.
         """
+        serial, body, opening = self.opening(head)
+        return serial, body, opening(payload)
+
+    def opening(self, head: memoryview) -> tuple[int, memoryview, Callable[[memoryview], memoryview]]:
+        """Opens the head of a message. Returns its serial, its body, and a function that opens its payload, which any
+        thread may call.
+
+        Raises:
+            Damaged: as `open`, which that function does as well.
+        """
         if len(head) < _HEAD.size + TAG:
             raise Damaged(f"a head of {len(head)} bytes is too short")
         serial, number = _HEAD.unpack_from(head)
@@ -155,18 +179,24 @@ class Opener:
         if not follows:
             raise Damaged(f"message {serial} came after message {self._last}")
         cipher = self._keys.cipher(number, serial)
-        nonce = _NONCE.pack(serial, _OF_PAYLOAD)
         try:
             prefix, sealed = head[: _HEAD.size], head[_HEAD.size :]
             body = memoryview(cipher.decrypt(_NONCE.pack(serial, _OF_HEAD), sealed, prefix))
-            if self._keys.encrypts:
-                opened = np.empty(max(len(payload) - TAG, 0), np.uint8).data
-                cipher.decrypt_into(nonce, payload, head, opened)
-                payload = opened
-            else:
-                cipher.decrypt(nonce, body[:TAG], payload)
-                body = body[TAG:]
-        except (InvalidTag, ValueError):
-            raise Damaged(f"message {serial} was changed on the way, or is not from it") from None
+        except InvalidTag:
+            raise Damaged(_CHANGED.format(serial)) from None
         self._last = serial
-        return serial, body, payload
+        tag, body = (None, body) if self._keys.encrypts else (body[:TAG], body[TAG:])
+        return serial, body, partial(self._open, cipher, serial, head, tag)
+
+    @staticmethod
+    def _open(cipher: Cipher, serial: int, head: memoryview, tag: memoryview | None, payload: memoryview) -> memoryview:
+        nonce = _NONCE.pack(serial, _OF_PAYLOAD)
+        try:
+            if tag is not None:
+                cipher.decrypt(nonce, tag, payload)
+                return payload
+            opened = np.empty(max(len(payload) - TAG, 0), np.uint8).data
+            cipher.decrypt_into(nonce, payload, head, opened)
+        except InvalidTag:
+            raise Damaged(_CHANGED.format(serial)) from None
+        return opened

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import zmq
 
@@ -52,6 +54,10 @@ _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zm
 _MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED
 
 Socket = zmq.Socket[bytes]
+RunJobs: TypeAlias = Callable[[Sequence[Callable[[], None]], Callable[[BaseException | None], None]], None]
+LANE_FROM = (
+    128 * 1024
+)  # bytes of payload; less is sealed and opened at once, where a thread's hand-over would cost more
 
 
 class Sockets:
@@ -64,6 +70,7 @@ class Sockets:
 
     Attributes:
         encrypts: payloads to this node come encrypted.
+        lanes: seal and open long payloads, and then call back in the event loop; None: that does it itself.
     """
 
     def __init__(self, settings: Settings, address: str, nodes: int) -> None:
@@ -74,6 +81,7 @@ class Sockets:
         self._settings = settings
         self._address = address
         self._serial = itertools.count()
+        self.lanes: RunJobs | None = None
         self.encrypts = self.encrypts_payload(address)
 
     def encrypts_payload(self, address: str) -> bool:

@@ -45,6 +45,10 @@ class GroupPort:
         job()
         then()
 
+    def beside(self, job: Callable[[], None], then: Callable[[], None]) -> None:
+        job()
+        then()
+
     def finish(self) -> None:
         self.finished += 1
 

@@ -97,9 +97,10 @@ def error_of(client: Client, name: str = "x") -> str:
     [
         ((2, 1), {}),
         ((1, 1), {"FUSION_ENCRYPTION": "all", "FUSION_CONNECTIONS": "2", "FUSION_IO_THREADS": "2"}),
+        ((1, 2), {"FUSION_ENCRYPTION": "all", "FUSION_KERNEL_THREADS": "4", "FUSION_CONNECTIONS": "2"}),
         ((1, 1, 1), {"FUSION_CHUNK_BYTES": "4KiB", "FUSION_WINDOW_BYTES": "16KiB", "FUSION_CONNECTIONS": "3"}),
     ],
-    ids=["plain payloads", "encrypted payloads", "small chunks on many connections"],
+    ids=["plain payloads", "encrypted payloads", "encrypted by lanes", "small chunks on many connections"],
 )
 def test_everything_between_nodes(daemons: MakeDaemons, layout: tuple[int, ...], environment: dict[str, str]) -> None:
     job = daemons(*layout, **environment).start()

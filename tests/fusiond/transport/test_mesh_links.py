@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from fusiond.transport.flow_control import BORROW_FROM
 from fusiond.transport.links import COPY_BELOW, Link
 from fusiond.transport.mesh import Mesh
 from fusiond.transport.peers import Peer
-from fusiond.transport.sockets import CONTROL_FRAME, Socket, Sockets
+from fusiond.transport.sockets import CONTROL_FRAME, LANE_FROM, Socket, Sockets
 from tests.faults.proxy import Proxy
 from tests.fusiond.processes import TIMEOUT_S
 
@@ -125,13 +125,38 @@ def two() -> Iterator[Two]:
     both.close()
 
 
+class Lanes:
+    """Threads that seal and open payloads, of which any may be done first, once it is told to go on."""
+
+    def __init__(self, node: Node, seed: int) -> None:
+        self._node = node
+        self._choose = random.Random(seed)
+        self.waiting: list[tuple[Sequence[Callable[[], None]], Callable[[BaseException | None], None]]] = []
+        self.jobs = 0
+        node.mesh.work_on(self.run)
+
+    def run(self, jobs: Sequence[Callable[[], None]], then: Callable[[BaseException | None], None]) -> None:
+        self.waiting.append((jobs, then))
+        self.jobs += 1
+        self._node.loop.call_later(0.002, self.go_on)
+
+    def go_on(self) -> None:
+        jobs, then = self.waiting.pop(self._choose.randrange(len(self.waiting)))
+        for job in jobs:
+            job()
+        then(None)
+
+
 def content(serial: int, nbytes: int) -> bytes:
     return random.Random(serial).randbytes(nbytes)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_whatever_is_cut_every_message_arrives_once_and_control_messages_in_order(two: Two, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "lanes"), [(1, False), (2, False), (3, True), (4, True)])
+def test_whatever_is_cut_every_message_arrives_once_and_control_messages_in_order(
+    two: Two, seed: int, lanes: bool
+) -> None:
     chooser = random.Random(seed)
+    made = [Lanes(node, seed) for node in two.nodes] if lanes else []
     first, second = two.nodes
     count = 120
     sizes = [chooser.choice([0, 100, BORROW_FROM - 1, BORROW_FROM, COPY_BELOW]) for _ in range(count)]
@@ -157,7 +182,34 @@ def test_whatever_is_cut_every_message_arrives_once_and_control_messages_in_orde
         assert node.lost == []
         assert node.statistics()["unacknowledged_bytes"] == 0
         assert node.mesh.statistics()["dropped"] == 0
+        assert node.mesh.statistics()["damaged"] == 0
     assert first.statistics()["reconnections"] + second.statistics()["reconnections"] > 0
+    assert all(each.jobs > count // 10 for each in made)
+
+
+def test_messages_leave_and_arrive_in_order_whichever_lane_is_done_first(two: Two) -> None:
+    first, second = two.nodes
+    for node in two.nodes:
+        Lanes(node, 1)
+    sizes = [COPY_BELOW, 100, LANE_FROM, 0, LANE_FROM - 1, COPY_BELOW, LANE_FROM, 10] * 2
+    del first.peer.sending.links[1:]  # a single connection has an order
+    for serial, nbytes in enumerate(sizes):
+        first.mesh.send_payload(1, wire.Probe(serial), content(serial, nbytes))
+    two.until(lambda: len(second.payloads()) == len(sizes))
+    arrived = [message.serial for message, _ in second.got if isinstance(message, wire.Probe)]
+    assert arrived == list(range(len(sizes)))
+    assert second.payloads() == [(serial, content(serial, nbytes)) for serial, nbytes in enumerate(sizes)]
+
+
+def test_a_node_that_leaves_sends_what_its_lanes_have_not_sealed_yet(two: Two) -> None:
+    first, second = two.nodes
+    lanes = Lanes(first, 1)
+    first.mesh.send_payload(1, wire.Probe(1), content(1, COPY_BELOW))
+    first.mesh.send_payload(1, wire.Probe(2), content(2, 10))
+    assert lanes.waiting
+    first.mesh.close()
+    two.until(lambda: len(second.payloads()) == 2, 1)
+    assert second.payloads() == [(1, content(1, COPY_BELOW)), (2, content(2, 10))]
 
 
 def test_long_control_messages_come_in_pieces_and_arrive_whole_and_in_order(
