@@ -57,7 +57,7 @@ class Clocks:
 
     The clock of an operation has to be the same on all ranks, and no rank knows which names the others have under way,
     or are about to use again. Operations without a name are counted together, whatever their kinds, so that ranks which
-    submit them in different orders notice that.
+    submit them in different orders notice that. That count is never forgotten.
 
     The operations of a group are counted together, too, and no join begins that count anew.
 
@@ -73,6 +73,7 @@ class Clocks:
         self._first = self._began = self._free = first
         self._groups: dict[int, Iterator[int]] = {}
         self._names: defaultdict[int, _Names] = defaultdict(_Names)  # by process set
+        self._unnamed: defaultdict[int, int] = defaultdict(int)  # by process set
         self._buckets: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by plan
 
     def next(self, plan: int, bucket: int) -> int:
@@ -93,15 +94,22 @@ class Clocks:
         Raises:
             FusionError: the name comes again after so many others that ranks may differ in whether they remember it.
         """
-        names, counted = self._names[process_set], _counted(name)
-        names.check(counted)
-        return self._first + names.count(counted)
+        if name.endswith(wire.UNNAMED):
+            return self._first + self._unnamed[process_set]
+        names = self._names[process_set]
+        names.check(name)
+        return self._first + names.count(name)
 
     def count_named(self, process_set: int, name: str) -> None:
         """Counts an operation, which has the clock that `next_named` gave: the next one of this name has the next."""
-        names, counted = self._names[process_set], _counted(name)
-        names.use(counted)
-        self._free = max(self._free, self._first + names.count(counted))
+        if name.endswith(wire.UNNAMED):
+            self._unnamed[process_set] += 1
+            count = self._unnamed[process_set]
+        else:
+            names = self._names[process_set]
+            names.use(name)
+            count = names.count(name)
+        self._free = max(self._free, self._first + count)
 
     def after_join(self) -> int:
         """Returns the first clock that no operation of this rank will have had when it has joined."""
@@ -124,14 +132,11 @@ class Clocks:
         self.joins += 1
         self._first = first
         self._names.clear()
+        self._unnamed.clear()
         self._buckets.clear()
 
     def remove(self, process_set: int) -> None:
         """Forgets the names of a process set that was removed, or a group that was closed; none will have its id."""
         self._names.pop(process_set, None)
+        self._unnamed.pop(process_set, None)
         self._groups.pop(process_set, None)
-
-
-def _counted(name: str) -> str:
-    """Returns the name under which an operation is counted."""
-    return wire.UNNAMED if name.endswith(wire.UNNAMED) else name

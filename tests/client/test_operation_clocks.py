@@ -130,3 +130,15 @@ def _bytes_of(act: Callable[[], object]) -> int:
     grown = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return grown
+
+
+@pytest.mark.usefixtures("few")
+def test_the_count_of_operations_without_a_name_is_never_forgotten() -> None:
+    """It began anew, and an operation got the failure of an earlier one with the same clock."""
+    clocks = Clocks(0)
+    used(clocks, 0, "barrier.noname")
+    for step in range(1000):
+        used(clocks, 0, f"loss.{step}")
+        if step in (95, 105, 500):  # where ranks might differ in whether they remember a name
+            used(clocks, 0, "allreduce.noname")
+    assert used(clocks, 0, "barrier.noname") == 4
