@@ -4,13 +4,15 @@
     python -m benchmarks.late_rank --gib 40 --late 60
 
 Two hosts (network namespaces; as root) with a worker each run under `fusionrun`. Rank 0 begins all-reduces of 16 MiB,
-and waits for none of them. Rank 1 begins its own so many seconds later. The operations of a rank share the memory of
-one tensor of zeros, so that a worker takes no more than that; a last one of ones shows that sums are right. The
-resident memory of each daemon beyond its worker's arena is read from /proc, twice a second.
+and waits for none of them. Rank 1 begins its own so many seconds later. Each operation has a name of its own, and the
+next of `--tensors` tensors, each in a segment of its own, so that a worker takes no more than those. They have zeros;
+a last operation on each, of ones, shows that sums are right. The resident memory of each daemon beyond its worker's
+arena is read from /proc, twice a second.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -43,30 +45,36 @@ _READY = "READY "
 _TIMEOUT_S = 3600.0
 
 
-def worker(count: int, late: float) -> None:
+def worker(count: int, tensors: int, late: float) -> None:
     """Begins `count` all-reduces on each rank, on rank 1 `late` seconds after rank 0, and waits for all of them."""
     rank = int(os.environ["HOROVOD_RANK"])
     path = os.environ["FUSION_SOCKET"]
     client = Client(path, os.environ["FUSION_JOB_ID"], rank, _TIMEOUT_S)
-    region = client.allocate(NBYTES)
-    values = np.frombuffer(region.view, np.float32)
-    values[:] = 1
+    regions = [client.allocate(NBYTES) for _ in range(tensors)]
+    places = [(region.segment, region.offset) for region in regions]
+    values = [np.frombuffer(region.view, np.float32) for region in regions]
     signature = wire.Signature("allreduce", "float32", (NBYTES // 4,))
-    place = region.segment, region.offset
-    client.wait(client.submit("first", signature, place=place))
-    values[:] = 0
+    client.wait(client.submit("first", signature, place=places[0]))
     print(_READY + Path(path).with_name("lock").read_text(encoding="utf-8").strip(), rank, flush=True)
     if rank == 1:
         time.sleep(late)
     began = time.monotonic()
-    handles = [client.submit(f"gradient {number}", signature, place=place) for number in range(count)]
+    handles = [
+        client.submit(f"gradient {number}", signature, place=place)
+        for number, place in zip(range(count), itertools.cycle(places), strict=False)
+    ]
     for handle in handles:
         client.wait(handle)
     seconds = time.monotonic() - began
-    values[:] = 1
-    client.wait(client.submit("last", signature, place=place))
+    right = all(not tensor.any() for tensor in values)
+    for tensor in values:
+        tensor[:] = 1
+    handles = [client.submit(f"last {number}", signature, place=place) for number, place in enumerate(places)]
+    for handle in handles:
+        client.wait(handle)
+    right = right and all(bool((tensor == 2).all()) for tensor in values)
     if rank == 1:
-        launch.tell({"seconds": seconds, "right": bool((values == 2).all())})
+        launch.tell({"seconds": seconds, "right": right})
     client.close()
 
 
@@ -116,7 +124,7 @@ class Watch:
             thread.join()
 
 
-def collect(gib: float, late: float) -> Record:
+def collect(gib: float, tensors: int, late: float) -> Record:
     """Runs the job.
 
     Raises:
@@ -130,7 +138,7 @@ def collect(gib: float, late: float) -> Record:
         argv = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", "-H", hosts, "--rsh-agent", lab.agent]
         argv += ["--network-interface", "eth0", sys.executable, "-m", "benchmarks.late_rank", "--worker"]
         job = subprocess.Popen(
-            [*argv, "--gib", str(gib), "--late", str(late)],
+            [*argv, "--gib", str(gib), "--tensors", str(tensors), "--late", str(late)],
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -153,13 +161,13 @@ def collect(gib: float, late: float) -> Record:
     named = [line for line in said.splitlines() if "rank 1" in line]
     thinned = {rank: samples[::_KEPT] for rank, samples in watch.samples.items()}
     details = {"operations": count, "MiB": thinned, "named": named[:3]}
-    return Record({"GiB": gib, "late": late}, measures, here, date, results.command_line(), details)
+    return Record({"GiB": gib, "tensors": tensors, "late": late}, measures, here, date, results.command_line(), details)
 
 
 def show(record: Record) -> None:
     """Prints the results as a table."""
     setting, details = record.setting, record.details
-    title = f"{setting['GiB']:g} GiB under way, one rank late by {setting['late']:g} s"
+    title = f"{setting['GiB']:g} GiB under way of {setting['tensors']} tensors, one rank late by {setting['late']:g} s"
     table = Table(["what", "how much"], title=title)
     for what in (OWN, FIRST):
         for name, samples in record.measure(what).samples.items():
@@ -173,14 +181,15 @@ def main() -> None:
     """Runs what the command line asks for."""
     parser = shared.parser(NAME, __doc__)
     parser.add_argument("--gib", type=float, default=40.0, help="of tensors that wait for the late rank (%(default)s)")
+    parser.add_argument("--tensors", type=int, default=64, help="of each worker, of 16 MiB (%(default)s)")
     parser.add_argument("--late", type=float, default=60.0, help="seconds (%(default)s)")
     shared.add_out(parser)
     shared.add_worker(parser)
     options = parser.parse_args()
     if options.worker:
-        worker(round(options.gib * 2**30 / NBYTES), options.late)
+        worker(round(options.gib * 2**30 / NBYTES), options.tensors, options.late)
         return
-    found = collect(options.gib, options.late)
+    found = collect(options.gib, options.tensors, options.late)
     if options.out:
         results.keep(options.out, NAME, found)
     show(found)
