@@ -198,6 +198,36 @@ class Netlab:
                     stack.enter_context(self.dropping(other, found))
             yield
 
+    @contextmanager
+    def rejecting(
+        self, sender: int | str | Host, receiver: int | str | Host, reason: str = "prohibit"
+    ) -> Iterator[None]:
+        """Has a router answer packets from one host to another with ICMP errors within the block, as firewalls do;
+        connections stay open, and new ones are refused ("No route to host").
+
+        Args:
+            sender, receiver: hosts; the direction back is not affected.
+            reason: "prohibit" (communication is administratively prohibited) or "unreachable" (the network is).
+
+        Raises:
+            NetlabError: the lab has no such hosts, or a relay joins them.
+        """
+        if self._paths is not None:
+            raise NetlabError("a relay joins these hosts, and no router: make the lab without paths.")
+        bridge, host, peer = registry.bridge_name(self._lab), self._find(sender), self._find(receiver)
+        router = f"10.77.{self._lab}.254"
+        command("ip", "-n", bridge, "address", "replace", f"{router}/24", "dev", "br0")
+        for name, value in (("ip_forward", 1), ("icmp_ratelimit", 0)):
+            command("ip", "netns", "exec", bridge, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
+        forwarded = ("from", host.address, "to", peer.address, "iif", "br0", reason)  # and not the router's own errors
+        command("ip", "-n", bridge, "rule", "add", *forwarded)
+        command("ip", "-n", host.name, "route", "replace", peer.address, "via", router)
+        try:
+            yield
+        finally:
+            command("ip", "-n", host.name, "route", "delete", peer.address)
+            command("ip", "-n", bridge, "rule", "delete", *forwarded)
+
     def set_link(self, host: int | str | Host, up: bool) -> None:
         """Takes a host's link down, or up again; addresses and open connections stay.
 

@@ -130,6 +130,40 @@ def test_connections_are_reset_at_both_ends(lab: Netlab, ends: tuple[End, End]) 
     assert {client.hears(), server.hears()} <= {"ConnectionResetError", "ConnectionAbortedError"}
 
 
+CONNECT = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 5003), 30)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def refusal(lab: Netlab, host: int, peer: int) -> str:
+    """Why a port of another host, at which nobody listens, cannot be reached."""
+    argv = [sys.executable, "-c", CONNECT, lab.hosts[peer].address]
+    return str(lab.run(host, argv, stdout=subprocess.PIPE, text=True).communicate()[0]).strip()
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [("prohibit", "No route to host"), ("unreachable", "Network is unreachable")]
+)
+def test_a_router_rejects_packets_in_one_direction_and_the_connection_lives_on(
+    lab: Netlab, ends: tuple[End, End], reason: str, error: str
+) -> None:
+    client, server = ends
+    with lab.rejecting(0, 1, reason):
+        assert refusal(lab, 0, 1) == error
+        assert refusal(lab, 0, 2) == "Connection refused"  # by its own kernel
+        client.say("from 0")
+        server.say("from 1")
+        assert (client.hears(), server.hears(NOTHING_S)) == ("from 1", "")
+        with lab.rejecting(1, 0, reason):
+            assert refusal(lab, 0, 1) == error
+    assert server.hears() == "from 0"
+    assert refusal(lab, 0, 1) == "Connection refused"
+
+
 def test_a_host_that_does_not_exist_is_named(lab: Netlab) -> None:
     with pytest.raises(NetlabError, match="5 is not a host"), lab.cut_off(5):
         pass

@@ -93,6 +93,15 @@ def one_way_silence(job: Target, chooser: random.Random) -> None:
         time.sleep(chooser.uniform(*SHORT_S))
 
 
+def reject(job: Target, chooser: random.Random) -> None:
+    """Resets the connections from one host to another, and has a router answer with ICMP errors for a while."""
+    assert job.lab is not None
+    pair = chooser.sample(range(job.nodes), 2)
+    with job.lab.rejecting(*pair, chooser.choice(["prohibit", "unreachable"])):
+        job.lab.reset(*pair)
+        time.sleep(chooser.uniform(*SHORT_S))
+
+
 def slow(job: Target, chooser: random.Random) -> None:
     """Slows a host's link down for a while."""
     assert job.lab is not None
@@ -137,7 +146,7 @@ def strangers(job: Target, chooser: random.Random) -> None:
                     sock.sendall(chooser.choice((*_GARBAGE, chooser.randbytes(500), b"")))
 
 
-OF_NETWORK = (reset, flap, silence, one_way_silence, slow)
+OF_NETWORK = (reset, flap, silence, one_way_silence, reject, slow)
 OF_PROCESSES = (stop_daemon, hang_daemon, stop_worker, hang_worker, strangers)
 
 

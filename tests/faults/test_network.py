@@ -78,6 +78,37 @@ def test_silence_shorter_than_the_limit_costs_time_and_nothing_else(lab: Netlab,
     assert (workers.errors, workers.wrong) == ({}, [])
 
 
+@pytest.mark.parametrize("reason", ["prohibit", "unreachable"])
+def test_icmp_errors_for_less_than_the_limit_cost_time_and_nothing_else(
+    lab: Netlab, on_hosts: OnHosts, reason: str
+) -> None:
+    job = on_hosts(1, 1, FUSION_HEARTBEAT_INTERVAL="50ms").start()  # the limit is 10 s
+    workers = Workers(job.join(), LARGE, range(2))
+    workers.go_on()
+    with lab.rejecting(0, 1, reason):
+        assert lab.reset(0, 1) > 0  # so that connections have to be made again, which is refused
+        job.wait_until(lambda status: status["mesh"]["peers"][0]["silent_seconds"] > 1, 1)
+    workers.go_on()
+    workers.stop()
+    assert (workers.errors, workers.wrong) == ({}, [])
+
+
+def test_icmp_errors_for_longer_are_named_with_the_address_that_they_are_about(lab: Netlab, on_hosts: OnHosts) -> None:
+    job = on_hosts(1, 1, FUSION_HEARTBEAT_INTERVAL="50ms", FUSION_HEARTBEAT_TIMEOUT="6s").start()
+    workers = Workers(job.join(), LARGE, range(2))
+    workers.go_on()
+    with lab.rejecting(0, 1), lab.rejecting(1, 0):
+        lab.reset(0, 1)
+        lab.reset(1, 0)
+        workers.join()
+    for rank, error in workers.errors.items():
+        peer = lab.hosts[1 - rank].address
+        assert re.match(rf"node {1 - rank} \(host host{1 - rank}\) is lost: .*; connections to it fail: "
+                        rf"{re.escape(peer)}:\d+: No route to host", error), error  # fmt: skip
+    assert set(workers.errors) == {0, 1}
+    assert workers.wrong == []
+
+
 def test_connections_that_are_reset_come_back_and_every_chunk_counts_once(lab: Netlab, on_hosts: OnHosts) -> None:
     seed = 5
     chooser = random.Random(seed)
