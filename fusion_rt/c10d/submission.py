@@ -108,6 +108,10 @@ class Submission:
             copy_in(_over(memory.view, inputs), inputs)
         return memory.place
 
+    def _lent(self) -> int:
+        """Returns the bytes of the arena that it gives back when it ends."""
+        return sum(memory.nbytes for memory in (self._given, self._memory) if memory is not None)
+
     def _ended(self, operation: Operation) -> None:
         self.error = operation.error
         self.sizes = operation.sizes
@@ -194,7 +198,7 @@ class Collective(Submission):
                 splits=splits,
                 receives=receives,
                 into=into,
-                completion=Completion(seconds, self._ended, (inputs, outputs)),
+                completion=Completion(seconds, self._ended, (inputs, outputs), self._lent()),
             ).about
         except BaseException as error:
             raise self._given_up(here, error) from None
@@ -231,7 +235,7 @@ class SentMessage(Submission):
                 inline=inline,
                 place=place,
                 nbytes=nbytes,
-                completion=Completion(seconds, self._ended, tensor),
+                completion=Completion(seconds, self._ended, tensor, self._lent()),
             )
         except BaseException as error:
             raise self._given_up(here, error) from None
@@ -263,7 +267,9 @@ class AwaitedMessage(Submission):
             if nbytes > wire.MAX_INLINE and place is None:
                 place = self._staged(here, nbytes, ())
             self.about = here.client.messages.receive_from(
-                group, rank, tag, nbytes, place=place, completion=Completion(seconds, self._ended, tensor)
+                *(group, rank, tag, nbytes),
+                place=place,
+                completion=Completion(seconds, self._ended, tensor, self._lent()),
             ).about
         except BaseException as error:
             raise self._given_up(here, error) from None

@@ -58,6 +58,7 @@ class Operation:
         plan: the answer to a proposal.
         release: called when it ends, by the thread that reads its answer, when all but `done` is set.
         keeps: owns memory that the daemon reads and writes until it has ended.
+        lent: bytes of the arena that it has, and that go back there when it has ended.
         about: the name, clock and plan under which it is recorded.
     """
 
@@ -70,6 +71,7 @@ class Operation:
     plan: wire.Plan | None = None
     release: Callable[[Operation], None] | None = None
     keeps: object = None
+    lent = 0
 
     def __init__(self, handle: int, name: str, about: tuple[str, int, int]) -> None:
         self.handle, self.name, self.about = handle, name, about
@@ -82,11 +84,13 @@ class Completion(NamedTuple):
         seconds: after which it fails unless it has ended; 0: as long as any operation may wait.
         release: see `Operation`.
         keeps: owner of memory that is given by address, which the daemon reads and writes: kept until it has ended.
+        lent: see `Operation`.
     """
 
     seconds: float = 0.0
     release: Callable[[Operation], None] | None = None
     keeps: object = None
+    lent: int = 0
 
 
 NO_LIMIT = Completion()
@@ -137,6 +141,15 @@ class Channel:
         self._silent = 0.0  # seconds of waiting during which nothing has come
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, limit, _TIMEVAL)
+
+    @property
+    def under_way(self) -> int:
+        """Number of operations that have not ended."""
+        return len(self._operations)
+
+    def lent(self) -> list[int]:
+        """Returns the bytes of the arena that each operation under way gives back when it ends, of those that do."""
+        return [operation.lent for operation in list(self._operations.values()) if operation.lent]
 
     def begin(self, name: str, about: tuple[str, int, int] | None = None) -> Operation:
         """Registers a new operation, which the caller is about to submit. `about`: see `Operation`.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,10 +23,10 @@ from fusion_rt.client.messages import Messages, Where, placed
 from fusion_rt.client.operation_clocks import Clocks
 from fusion_rt.client.own_memory import OwnMemory
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.core.errors import FusionError, HorovodInternalError
+from fusion_rt.core.errors import ArenaShortage, FusionError, HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
 from fusion_rt.host import stacks
-from fusion_rt.host.arena import Arena, Region, Segment
+from fusion_rt.host.arena import LEAST_LEFT, Arena, Region, Segment
 from fusion_rt.local import array_codec, packets
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Flush, Kind
@@ -31,6 +34,14 @@ from fusion_rt.tracing.recorder import Instrument
 
 LEFT = "fusion_rt has been shut down on this rank"  # why operations fail that a worker has under way when it leaves
 _SUBMITTED = int(Kind.SUBMITTED)  # see `channel.py`
+_LOOK = 2.0  # seconds between two attempts to allocate while memory is short; each operation that ends begins one, too
+_LOOK_FOR_OTHERS = 0.1  # the same where no operation of this worker will give memory back
+_OTHERS = 2.0  # seconds for which memory is waited for that others are about to give back
+_LEFT = 256 << 20  # bytes that are left to the script and the daemon as long as operations will give some back
+_ONE_SHORTAGE = 60.0  # seconds without any, after which there is another one to warn of
+
+_log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 class Client:
@@ -53,6 +64,8 @@ class Client:
         adoptions: the tensors that were moved into the arena (`FUSION_MEMORY=adopt`).
         messages: from one rank to another.
         watch: called with the kind of each operation that is begun here; None: not called.
+        settle: called when memory is short; takes the results that have come and that nobody has asked for yet, if
+            they give memory of the arena back. None: there are none.
         wait, poll: the channel's.
 
     Raises:
@@ -87,8 +100,11 @@ class Client:
         self.channel: Channel = Channel(sock, rank, is_elastic=formation > 0)
         self.wait, self.poll = self.channel.wait, self.channel.poll
         self.arena = Arena(self._offer, self._drop)
+        self.arena.left = self._left
         self.own_memory = OwnMemory(packets.peer_credentials(sock)[0])
         self.watch: Callable[[str], None] | None = None
+        self.settle: Callable[[], None] | None = None
+        self._short = -math.inf  # when memory was last short, on time.monotonic's clock
         self._in_flight: set[tuple[int, str]] = set()
         self._groups: dict[int, str] = {}  # keys, by id
         stacks_fd, stack_signal = stacks.offer()
@@ -241,7 +257,7 @@ class Client:
             signature, receives = _with_rows(signature, receives), ()
         clock = self.channel.clocks.count_in_group(signature.process_set)
         operation = self.channel.begin(key)
-        operation.release, operation.keeps = completion.release, completion.keeps
+        operation.release, operation.keeps, operation.lent = completion.release, completion.keeps, completion.lent
         where, target = placed(place), placed(into)
         submit = wire.Submit(
             operation.handle, key, clock, signature, where, inline, splits, receives, target, completion.seconds
@@ -431,13 +447,66 @@ class Client:
     # --- the arena ----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """Allocates a region of the arena; free it with `arena.free`. Raises as `check`."""
+        """Allocates a region of the arena; free it with `arena.free`.
+
+        If memory is short on this host, it waits as long as operations under way give some back.
+
+        Raises:
+            HorovodInternalError: as `check`.
+            ArenaShortage: no operation under way gives memory back.
+            ArenaError: as `Segment.create`.
+        """
         self.check()
-        return self.arena.allocate(nbytes)
+        return self._with_room(partial(self.arena.allocate, nbytes))
 
     def plan_segment(self, plan: wire.Plan, nbytes: int = 0) -> tuple[int, Segment]:
-        """Makes a segment of the arena for the plan's buckets, at least `nbytes` long; returns its id and itself."""
-        return self.arena.new_segment(max(plan.nbytes, nbytes, 1), plan.id)
+        """Makes a segment of the arena for the plan's buckets, at least `nbytes` long; returns its id and itself.
+        Waits, and raises, as `allocate` does."""
+        return self._with_room(partial(self.arena.new_segment, max(plan.nbytes, nbytes, 1), plan.id))
+
+    def _with_room(self, make: Callable[[], Made]) -> Made:
+        """Allocates, as soon as there is enough memory. Raises as `allocate`."""
+        alone = 0.0  # when no operation was seen that gives memory back
+        while True:
+            try:
+                return make()
+            except ArenaShortage as short:
+                error = short
+            if self.settle is not None:
+                self.settle()
+            if self.arena.has_returned:
+                continue
+            if self.arena.drop_spare():
+                self.traffic()  # the answer comes when the daemon has unmapped them, too
+                continue
+            lent = self.channel.lent()
+            if lent:
+                alone = 0.0
+                self._warn(error, lent)
+            elif not alone:
+                gc.collect()  # tensors in cycles hold memory of the arena
+                alone = time.monotonic()
+            elif time.monotonic() > alone + _OTHERS:
+                raise ArenaShortage(f"{error}; no operation under way on rank {self.rank} will give memory back")
+            self.channel.read_until(_Returned(self), _LOOK if lent else _LOOK_FOR_OTHERS)
+            self.check()
+
+    def _left(self) -> int:
+        """Returns the bytes that an allocation leaves to the host: to the other workers of the node as much as this one
+        has lent to operations, since these end only when the others have begun them, too."""
+        lent = sum(self.channel.lent())
+        return max(_LEFT, lent * (self.topology.local_size(self.rank) - 1)) if lent else LEAST_LEFT
+
+    def _warn(self, short: ArenaShortage, lent: Sequence[int]) -> None:
+        """Warns once for each shortage, however many allocations it concerns."""
+        now, before = time.monotonic(), self._short
+        self._short = now
+        if now > before + _ONE_SHORTAGE:
+            _log.warning(
+                "rank %d waits for shared memory: %s. It goes on when operations under way have ended: %d of them give "
+                "%.0f MiB back. To wait less, wait for results before more operations are begun",
+                *(self.rank, short, len(lent), sum(lent) / 2**20),
+            )
 
     def _offer(self, segment_id: int, segment: Segment, plan: int) -> None:
         fd = segment.fd
@@ -488,6 +557,23 @@ class Client:
 
     def _send(self, message: wire.WorkerMessage, fd: int = -1) -> None:
         self.channel.send(wire.encode(message), fd)
+
+
+class _Returned:
+    """Memory that may have come back to a client's arena from now on, or will not any more."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._under_way = client.channel.under_way
+
+    @property
+    def done(self) -> bool:
+        client = self._client
+        return (
+            client.arena.has_returned
+            or client.channel.under_way != self._under_way
+            or client.channel.failure is not None
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -76,7 +76,7 @@ class Messages:
         else:
             operation = self._channel.begin(name)
             operation.release = completion.release
-            operation.keeps = completion.keeps
+            operation.keeps, operation.lent = completion.keeps, completion.lent
             if inline is not None:
                 self._answered = operation
         clock = self._number(group, name)
@@ -121,7 +121,7 @@ class Messages:
         name = f"message to {self._rank}" if rank is None else f"message {rank} to {self._rank}"
         operation = self._channel.begin(name)
         operation.release = completion.release
-        operation.keeps = completion.keeps
+        operation.keeps, operation.lent = completion.keeps, completion.lent
         clock = self._number(group, name)
         operation.about = (name, clock, 0)
         self._channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)

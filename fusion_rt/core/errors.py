@@ -19,6 +19,10 @@ class ArenaError(FusionError, MemoryError):
     """Shared memory cannot be allocated, or a descriptor that another process offers is not a sealed memfd."""
 
 
+class ArenaShortage(ArenaError):
+    """This host, or a control group on it, has too little memory left now for a part of an arena."""
+
+
 class HorovodInternalError(FusionError, RuntimeError):
     """A collective operation failed on every rank; the text names the rank, the host and the tensor.
 

@@ -2,7 +2,9 @@
 
 A memfd has no name, so nothing is left in /dev/shm whatever dies; sealed against resizing, it cannot be truncated
 under the process that reads it; and `posix_fallocate` turns "no memory left" into an `ArenaError` here instead of a
-SIGBUS later. An arena is made of *segments* (one memfd each); a *region* is an allocated part of a segment.
+SIGBUS later. Where memory is short, the kernel may kill a process before that call fails. So the memory that is left
+is read before, and again after each sixteenth of it, since other workers of the host may allocate at the same time.
+An arena is made of *segments* (one memfd each); a *region* is an allocated part of a segment.
 
 Rejected: `multiprocessing.shared_memory`, which fails on all three points.
 """
@@ -10,19 +12,24 @@ Rejected: `multiprocessing.shared_memory`, which fails on all three points.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from fusion_rt.core.errors import ArenaError
+from fusion_rt.core.errors import ArenaError, ArenaShortage
+from fusion_rt.host.system_memory import available_memory
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ALIGNMENT = 64  # bytes; a cache line, so that no two regions share one
 _SLAB = 4 * 1024 * 1024  # bytes of a segment that holds many small regions
 _HUGE_PAGE = 2 * 1024 * 1024  # bytes; larger regions have a segment of their own
+_SHARES = 16  # workers of a host that may allocate at the same time, without taking more together than there is
+LEAST_LEFT = _SHARES * _HUGE_PAGE  # bytes that are left to the host after an allocation, so that nothing is killed
 _PATIENCE = 100  # small regions allocated in a row, after which large ones count as unused
 
 
@@ -48,11 +55,12 @@ class Segment:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
-        """Makes a segment of `nbytes` zero bytes, all of it allocated.
+    def create(cls, nbytes: int, left: int = LEAST_LEFT) -> Segment:
+        """Makes a segment of `nbytes` zero bytes, all of it allocated, where `left` bytes are left to the host then.
 
         Raises:
-            ArenaError: there is not enough memory (or room in the memory control group, or descriptors).
+            ArenaShortage: there is not enough memory now, on this host or in its control group.
+            ArenaError: a limit of this process is met (bytes of a file, descriptors), or the number is no size.
         """
         try:
             fd = os.memfd_create("fusion_rt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -61,10 +69,15 @@ class Segment:
         try:
             os.ftruncate(fd, nbytes)
             segment = cls(fd, nbytes)  # mapped first: its advice decides the size of the pages allocated next
-            os.posix_fallocate(fd, 0, nbytes)
+            _allocate(fd, nbytes, left)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except ArenaShortage:
+            os.close(fd)
+            raise
         except (OSError, OverflowError) as error:
             os.close(fd)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise _short(nbytes, str(error)) from error
             raise ArenaError(
                 f"{nbytes} bytes of shared memory cannot be allocated on this host ({error}); "
                 "use a smaller model or fusion threshold, or raise the limit that was met"
@@ -119,6 +132,29 @@ class Segment:
         del self._map
 
 
+def _allocate(fd: int, nbytes: int, least: int) -> None:
+    """Allocates all bytes of a memfd, if `least` are left then. Raises `ArenaShortage`, and `OSError` of the kernel."""
+    done = 0
+    while done < nbytes:
+        rest = nbytes - done
+        if rest > _HUGE_PAGE:
+            left, group = available_memory()
+            part = max((left - least) // _SHARES // _HUGE_PAGE, 1) * _HUGE_PAGE
+            if rest > left - least:
+                limited = f" within the limit of the control group {group}" if group else ""
+                raise _short(nbytes, f"{(left + done) / 2**20:.0f} MiB of memory are left{limited}")
+            rest = min(part, rest)
+        os.posix_fallocate(fd, done, rest)
+        done += rest
+
+
+def _short(nbytes: int, why: str) -> ArenaShortage:
+    return ArenaShortage(
+        f"{nbytes} bytes of shared memory cannot be allocated on this host ({why}); use a smaller model or fusion "
+        "threshold, run fewer workers on this host, or raise the limit that was met"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """An allocated part of a segment, `nbytes` long from `offset` (both in bytes)."""
@@ -141,6 +177,9 @@ class Arena:
         drop: called with a segment id when a segment is dropped.
         spare_nbytes: bytes of unused large segments to keep. A segment is unused if it was free when the latest large
             region was allocated, or if none has been allocated for long.
+
+    Attributes:
+        left: returns the bytes that are left to the host after an allocation.
     """
 
     def __init__(
@@ -152,6 +191,7 @@ class Arena:
         self._offer = offer
         self._drop = drop
         self._spare_limit = spare_nbytes
+        self.left: Callable[[], int] = partial(int, LEAST_LEFT)
         self._segments: dict[int, Segment] = {}
         self._next_id = 1
         self._free: dict[int, list[Region]] = {}  # by class size: regions ready for use
@@ -165,9 +205,10 @@ class Arena:
         Returns: its id, and the segment.
 
         Raises:
-            ArenaError: no memory.
+            ArenaError: as `Segment.create`.
         """
-        segment = Segment.create(nbytes)
+        self._collect()
+        segment = Segment.create(nbytes, self.left())
         return self.add(segment, plan), segment
 
     def add(self, segment: Segment, plan: int = 0) -> int:
@@ -181,7 +222,7 @@ class Arena:
         """Allocates a region of at least `nbytes` bytes, aligned to a cache line, with undefined contents.
 
         Raises:
-            ArenaError: no memory.
+            ArenaError: as `Segment.create`.
         """
         self._collect()
         size = _size_class(nbytes)
@@ -189,7 +230,7 @@ class Arena:
         found = ready.pop() if ready else None
         self._since_large = 0 if size > _HUGE_PAGE else self._since_large + 1
         if self._since_large in (0, _PATIENCE):  # only now: a region that an operation takes again is not spare
-            self._trim()
+            self._trim(self._spare_limit)
         return found or self._make(size)
 
     def _make(self, size: int) -> Region:
@@ -211,6 +252,18 @@ class Arena:
         """Unmaps a segment, here and at the daemon."""
         self._segments.pop(segment_id).close()
         self._drop(segment_id)
+
+    def drop_spare(self) -> bool:
+        """Drops all unused large segments; returns whether there were any."""
+        self._collect()
+        before = len(self._segments)
+        self._trim(0)
+        return len(self._segments) < before
+
+    @property
+    def has_returned(self) -> bool:
+        """True if regions have come back since the last allocation."""
+        return bool(self._returned)
 
     def segment(self, segment_id: int) -> Segment:
         """Returns a segment by its id."""
@@ -247,12 +300,12 @@ class Arena:
             if region.segment in self._segments:  # else the arena was closed in between
                 self._free.setdefault(region.nbytes, []).append(region)
 
-    def _trim(self) -> None:
-        """Drops unused large segments beyond the limit, the largest first."""
+    def _trim(self, spare_limit: int) -> None:
+        """Drops unused large segments beyond so many bytes, the largest first."""
         large = [size for size in self._free if size > _HUGE_PAGE and self._free[size]]
         spare = sum(size * len(self._free[size]) for size in large)
         for size in sorted(large, reverse=True):
-            while spare > self._spare_limit and self._free[size]:
+            while spare > spare_limit and self._free[size]:
                 self.drop_segment(self._free[size].pop().segment)
                 spare -= size
 

@@ -132,6 +132,79 @@ def test_a_daemon_without_shared_memory_for_a_result_fails_the_operation_and_goe
     assert add(job) == {0: 3.0, 1: 3.0}
 
 
+IN_GROUP = """
+import os, sys
+import numpy as np
+from fusion_rt import wire
+from fusion_rt.client import Client, client as module
+from fusion_rt.client.channel import Completion
+
+COUNT, NBYTES = 24, 32 << 20
+rank, short = int(os.environ["HOROVOD_RANK"]), sys.argv[1]
+client = Client(os.environ["FUSION_SOCKET"], os.environ["FUSION_JOB_ID"], rank, 60.0)
+signature = wire.Signature("allreduce", "float32", (NBYTES // 4,), process_set=client.open_group("all", (0, 1)))
+ended = []
+
+def begin():
+    region = client.allocate(NBYTES)
+    values = np.frombuffer(region.view, np.float32)
+    values[:] = rank + 1
+
+    def end(operation):
+        ended.append(bool((values == 3).all()))
+        client.arena.free(region)
+
+    completion = Completion(release=end, lent=NBYTES)
+    return client.submit_in_group(signature, place=(region.segment, region.offset), completion=completion)
+
+def warned(record):
+    open(short, "w").close()
+    return True
+
+if rank == 0:
+    module._log.addFilter(warned)
+else:
+    open(short).close()  # a pipe: until rank 0 is short of memory
+for operation in [begin() for _ in range(COUNT)]:
+    client.wait(operation)
+assert ended == [True] * COUNT
+print("all", flush=True)
+client.close()
+"""
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group with 800 MiB of memory."""
+    found = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    first = [name for _, controllers, name in found if controllers == "memory"]
+    root = Path("/sys/fs/cgroup/memory") if first else Path("/sys/fs/cgroup")
+    group = root / f"fusion_test.{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(800 * MIB))
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no control group with a limit of memory can be made here: {error.strerror}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.multiprocess
+def test_a_job_in_a_control_group_that_is_full_waits_for_its_operations(
+    control_group: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IN_GROUP)
+    os.mkfifo(tmp_path / "short")
+    enter = ("sh", "-c", f'echo $$ > {control_group}/cgroup.procs && exec "$@"', "sh")
+    result = fusionrun("-np", "2", sys.executable, str(script), str(tmp_path / "short"), wrapper=enter)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("all") == 2
+    assert f"within the limit of the control group {control_group})" in result.stderr
+
+
 def test_an_arena_cannot_be_truncated_by_anybody_who_has_it() -> None:
     segment = Segment.create(2 * MIB)
     fd = os.dup(segment.fd)  # as another process gets it

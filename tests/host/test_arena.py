@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt.core.errors import ArenaError
+from fusion_rt.core.errors import ArenaError, ArenaShortage
+from fusion_rt.host import arena
 from fusion_rt.host.arena import ALIGNMENT, Arena, Region, Segment
 from tests.for_each import for_each
 
@@ -186,6 +187,31 @@ def test_memory_that_runs_out_while_it_is_allocated_is_an_arena_error(monkeypatc
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ArenaError, match="No space left"):
         Segment.create(MIB)
+
+
+def test_memory_that_others_take_meanwhile_is_given_back_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def available() -> tuple[int, str]:
+        nonlocal looks
+        looks += 1
+        return (256 * MIB if looks < 4 else 64 * MIB), "/sys/fs/cgroup/job"
+
+    monkeypatch.setattr(arena, "available_memory", available)
+    with pytest.raises(ArenaShortage, match=r"134217728 bytes .* \(106 MiB of memory are left within the limit of the "
+                                            r"control group /sys/fs/cgroup/job\)"):  # fmt: skip
+        Segment.create(128 * MIB)  # 14 MiB, a sixteenth of what may be taken, between two looks
+    assert looks == 4
+    Segment.create(MIB).close()  # so little is not looked at
+
+
+def test_memory_is_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "available_memory", lambda: (48 * MIB, ""))
+    Segment.create(8 * MIB).close()
+    with pytest.raises(ArenaShortage, match=r"\(48 MiB of memory are left\); use a smaller model"):
+        Segment.create(18 * MIB)
+    with pytest.raises(ArenaShortage):
+        Segment.create(8 * MIB, 44 * MIB)
 
 
 def test_memory_beyond_a_limit_of_the_process_is_an_arena_error(daemon: Daemon) -> None:

@@ -8,22 +8,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from operator import itemgetter
-from pathlib import Path
 
 import fusion_rt
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.wording import counted
 from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.host.private_files import open_private
+from fusion_rt.host.system_memory import available_memory
 from fusion_rt.runner.protocol.agent_messages import Job, Versions
 from fusion_rt.units import MIB
 
 _LEAST_BYTES = 32 * MIB  # per worker; a model so small that it needs less fits anyway, and less memory is hopeless
-_LIMITS = {  # files with the limit, the use, and the names of the reclaimable part of it, by version
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
 
 
 def versions() -> Versions:
@@ -114,57 +109,3 @@ def _memory(workers: int) -> str:
     except OSError as error:
         return f"no shared memory can be made (memfd): {error.strerror}"
     return ""
-
-
-def available_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Returns the bytes, and the control group whose limit decides; empty if none does.
-
-    Args:
-        root: of the file system.
-
-    Raises:
-        FusionError: the kernel does not tell.
-    """
-    found = [(_of_machine(root), ""), *_of_groups(root)]
-    return min(found, key=itemgetter(0))
-
-
-def _of_machine(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise FusionError("/proc/meminfo has no line MemAvailable; Linux 3.14 or later is needed")
-
-
-def _of_groups(root: Path) -> list[tuple[int, str]]:
-    """Returns the bytes that each control group with a limit leaves, and its name."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []  # a kernel without them
-    found = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        for controller in controllers.split(","):
-            if controller in _LIMITS:
-                place = root / "sys/fs/cgroup" / controller
-                # In a container the name may be that outside of it, and the own group is at the top.
-                for group in [place / name.lstrip("/"), *(place / name.lstrip("/")).parents]:
-                    if group == place.parent:
-                        break
-                    if (left := _left(group, *_LIMITS[controller])) is not None:
-                        found.append((left, f"/{group.relative_to(root)}"))
-    return found
-
-
-def _left(group: Path, limit: str, used: str, inactive: str) -> int | None:
-    """Returns the bytes that a control group leaves; None if it has no limit."""
-    try:
-        most = (group / limit).read_text(encoding="ascii").strip()
-        if most == "max":
-            return None
-        taken = int((group / used).read_text(encoding="ascii"))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-    except OSError:
-        return None  # no such group, or no such file in it: the one at the root has none
-    return max(0, int(most) - taken + int(statistics.get(inactive, 0)))

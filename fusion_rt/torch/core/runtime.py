@@ -67,6 +67,7 @@ class Runtime:
         self.in_node: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ruled: list[Any] = []
         self.allocating = threading.Lock()
+        client.settle = self._settle
         self._groups: Counter[int | None] = Counter()  # by process set
         self._alike: Counter[tuple[int | None, str]] = Counter()  # groups of the same parameters
         self.where = where
@@ -88,6 +89,10 @@ class Runtime:
         while self.retired:
             self.client.arena.drop_segment(self.retired.popleft())
 
+    def _settle(self) -> None:
+        for held in list(self.pending.values()):
+            held.settle(self)
+
     def leave(self, error: str) -> bool:
         """Leaves the job; `error` is this worker's unhandled exception, if that is why.
 
@@ -107,6 +112,7 @@ class Runtime:
             if not error:
                 failed, error = raised, f"{type(raised).__name__}: {raised}"
         returnable = self.client.leave(error)
+        self.client.settle = None
         for reduction in list(self.in_node):
             reduction.leave()
         if failed is not None:

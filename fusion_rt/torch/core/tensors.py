@@ -110,12 +110,30 @@ class Memory:
         return over(self.view, dtype, shape, offset)
 
     def submit(
-        self, here: Runtime, name: str | None, signature: wire.Signature, splits: tuple[int, ...] = ()
+        self,
+        here: Runtime,
+        name: str | None,
+        signature: wire.Signature,
+        splits: tuple[int, ...] = (),
+        keeps: Memory | None = None,
     ) -> Operation:
-        """Submits an operation on its contents."""
+        """Submits an operation on its contents, which has to end before this is gone."""
         if self.place is None:
             return here.client.submit(name, signature, inline=bytes(self.view), splits=splits)
-        return here.client.submit(name, signature, place=self.place, splits=splits)
+        return here.client.submit(name, signature, place=self.place, splits=splits, keeps=keeps)
+
+    def lend(
+        self, here: Runtime, name: str | None, signature: wire.Signature, splits: tuple[int, ...] = ()
+    ) -> Operation:
+        """Submits an operation that only reads its contents, and that keeps it until it has ended."""
+        operation = self.submit(here, name, signature, splits, keeps=self)
+        operation.lent = self.nbytes
+        return operation
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arena that it takes."""
+        return 0 if self.place is None else self.view.nbytes
 
 
 def place_of(

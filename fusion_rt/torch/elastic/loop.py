@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.core.wording import go_on
-from fusion_rt.host.allocator import return_freed_memory
+from fusion_rt.host.system_memory import return_freed_memory
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.donors import Donors

@@ -20,7 +20,7 @@ import torch
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.core.wording import go_on
-from fusion_rt.host.allocator import return_freed_memory
+from fusion_rt.host.system_memory import return_freed_memory
 from fusion_rt.local import elastic
 from fusion_rt.torch.core import process_sets
 from fusion_rt.torch.core.basics import init

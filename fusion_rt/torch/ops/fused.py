@@ -91,6 +91,8 @@ class FusedReduction:
         self._memory = _memory(here, tensors, sum(numels) * dtype.itemsize)
         copy_in(self._over(self._memory.view), tensors)
         self.operation = self._memory.submit(here, name, signature)
+        if in_place:
+            self.operation.lent = self._memory.nbytes
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -116,7 +118,7 @@ class FusedGather:
         rows: for each tensor, the number of rows of each member of the process set; empty before there is a result.
     """
 
-    __slots__ = ("_memory", "_tensors", "operation", "rows")
+    __slots__ = ("_tensors", "operation", "rows")
 
     def __init__(self, here: Runtime, name: str | None, tensors: Sequence[torch.Tensor], process_set: int) -> None:
         dtype = tensors[0].dtype
@@ -128,11 +130,11 @@ class FusedGather:
         )  # fmt: skip
         self.rows: list[list[int]] = [[] for _ in tensors]
         self._tensors = tensors
-        self._memory = _memory(here, tensors, nbytes)
-        struct.pack_into(f"<{len(tensors)}q", self._memory.view, 0, *[len(tensor) for tensor in tensors])
+        memory = _memory(here, tensors, nbytes)
+        struct.pack_into(f"<{len(tensors)}q", memory.view, 0, *[len(tensor) for tensor in tensors])
         starts = itertools.accumulate((tensor.nbytes for tensor in tensors[:-1]), initial=head)
-        copy_in([self._memory.tensor(dtype, t.shape, at) for t, at in zip(tensors, starts, strict=True)], tensors)
-        self.operation = self._memory.submit(here, name, signature)
+        copy_in([memory.tensor(dtype, t.shape, at) for t, at in zip(tensors, starts, strict=True)], tensors)
+        self.operation = memory.lend(here, name, signature)
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -168,7 +170,7 @@ class FusedScatter:
     The members' parts have to be equally long for that, so that shorter ones are padded with zeros.
     """
 
-    __slots__ = ("_memory", "_position", "_shares", "_tensors", "operation")
+    __slots__ = ("_position", "_shares", "_tensors", "operation")
 
     def __init__(
         self,
@@ -190,19 +192,19 @@ class FusedScatter:
             "reducescatter", dtype, (members * longest // dtype.itemsize,), how.op, how.prescale, how.postscale, 0,
             process_set, how.codec, _shapes(tensors),
         )  # fmt: skip
-        self._memory = _memory(here, tensors, members * longest)
+        memory = _memory(here, tensors, members * longest)
         places, sources = [], []
         for member in range(members):
             at = member * longest
             for tensor, share in zip(tensors, self._shares, strict=True):
                 source = tensor.detach().narrow(0, *share[member])
-                place = self._memory.tensor(dtype, source.shape, at)
+                place = memory.tensor(dtype, source.shape, at)
                 places.append(place)
                 sources.append(source)
                 at += place.nbytes
-            self._memory.view[at : (member + 1) * longest] = bytes((member + 1) * longest - at)
+            memory.view[at : (member + 1) * longest] = bytes((member + 1) * longest - at)
         copy_in(places, sources)
-        self.operation = self._memory.submit(here, name, signature)
+        self.operation = memory.lend(here, name, signature)
 
     @property
     def operations(self) -> Sequence[Operation]:

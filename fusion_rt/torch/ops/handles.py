@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from fusion_rt.client import Operation
+from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.transfers import as_given
 
@@ -55,10 +57,59 @@ class Group(Generic[Part]):
         return tuple(as_given(placed[place], tensor, self._in_place) for place, tensor in enumerate(self._tensors))
 
 
+class HeldOperation:
+    """An operation whose handle the script has.
+
+    Its result is taken when the script asks for it; earlier if memory is short and it has come, since an operation in
+    the place of a tensor keeps memory of the arena until then.
+    """
+
+    __slots__ = ("_error", "_lock", "_pending", "_result")
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending: Pending | None = pending
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def has_ended(self, here: Runtime) -> bool:
+        """Returns whether there is a result; reads arrived messages."""
+        pending = self._pending
+        return pending is None or all(here.client.poll(operation) for operation in pending.operations)
+
+    def settle(self, here: Runtime) -> None:
+        """Takes the result if it has come and memory goes back to the arena with that."""
+        pending = self._pending
+        if pending is None or not all(operation.done for operation in pending.operations):
+            return
+        if any(operation.lent for operation in pending.operations) and self._lock.acquire(blocking=False):
+            try:
+                self._take(here)
+            finally:
+                self._lock.release()
+            device.layer.wait()  # a script may go on, on another stream
+
+    def result(self, here: Runtime) -> Any:
+        """Waits, and returns the result. Raises `HorovodInternalError` if the operation failed."""
+        with self._lock:
+            self._take(here)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _take(self, here: Runtime) -> None:
+        if self._pending is not None:
+            try:
+                self._result = self._pending.result(here)
+            except Exception as error:  # is raised where the script waits for this operation
+                self._error = error.with_traceback(None)  # whose frames would keep the memory
+            self._pending = None
+
+
 def hold(here: Runtime, pending: Pending) -> int:
     """Returns a handle for an operation, by which `poll` and `synchronize` find it."""
     handle = pending.operations[-1].handle
-    here.pending[handle] = pending
+    here.pending[handle] = HeldOperation(pending)
     return handle
 
 
@@ -70,10 +121,10 @@ def poll(handle: int) -> bool:
     """
     here = runtime()
     try:
-        held: Pending = here.pending[handle]
+        held: HeldOperation = here.pending[handle]
     except KeyError:
         raise ValueError(f"handle {handle} was not created, or has been synchronized already") from None
-    return all(here.client.poll(operation) for operation in held.operations)
+    return held.has_ended(here)
 
 
 def synchronize(handle: int) -> Any:
@@ -86,5 +137,5 @@ def synchronize(handle: int) -> Any:
         HorovodInternalError: the operation failed, on all ranks.
     """
     here = runtime()
-    held: Pending | None = here.pending.pop(handle, None)
+    held: HeldOperation | None = here.pending.pop(handle, None)
     return None if held is None else held.result(here)

@@ -60,6 +60,8 @@ class Transfer:
                 copy_in([self._staging], [tensor])
             place = memory.place
         self.operation = here.client.submit(name, signature, place=place, keeps=tensor)
+        if in_place and self._staging is not None:
+            self.operation.lent = nbytes
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -134,7 +136,7 @@ class Rows:
         rows: number of rows of the result, if that is not the sum of the operation's sizes.
     """
 
-    __slots__ = ("_rows", "_staging", "_tensor", "operation")
+    __slots__ = ("_rows", "_tensor", "operation")
 
     def __init__(
         self,
@@ -147,14 +149,13 @@ class Rows:
     ) -> None:
         self._tensor = tensor
         self._rows = rows
-        self._staging: Memory | None = None  # has to stay until the operation is done
         nbytes = nbytes_of(tensor)
         if nbytes <= wire.MAX_INLINE:
             self.operation = here.client.submit(name, signature, inline=contents(tensor), splits=splits)
             return
-        self._staging = Memory(here, nbytes, tensors=[tensor])
-        copy_in([self._staging.tensor(tensor.dtype, tensor.shape)], [tensor])
-        self.operation = self._staging.submit(here, name, signature, splits)
+        staging = Memory(here, nbytes, tensors=[tensor])
+        copy_in([staging.tensor(tensor.dtype, tensor.shape)], [tensor])
+        self.operation = staging.lend(here, name, signature, splits)
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -163,7 +164,6 @@ class Rows:
     def result(self, here: Runtime) -> torch.Tensor:
         """Waits, and returns the new tensor. Raises `HorovodInternalError` if the operation failed."""
         operation = here.client.wait(self.operation)
-        self._staging = None
         tensor = self._tensor
         rows = sum(operation.sizes) if self._rows is None else self._rows
         result = over(received(operation), tensor.dtype, (rows, *tensor.shape[1:]))

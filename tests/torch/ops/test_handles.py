@@ -13,7 +13,10 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.core.errors import FusionError, HorovodInternalError
-from tests.harness import on_ranks
+from fusion_rt.host import arena
+from fusion_rt.torch.core.runtime import runtime
+from tests.harness import Job, on_ranks
+from tests.torch.conftest import START
 
 
 @on_ranks
@@ -54,6 +57,60 @@ def test_poll_and_synchronize_know_handles() -> None:
         assert hvd.synchronize(handle) is None
         with pytest.raises(ValueError, match=f"handle {handle} was not created"):
             hvd.poll(handle)
+
+
+SIZE = 8 << 20  # bytes
+
+
+def short_of_memory(regions: int, patch: pytest.MonkeyPatch) -> int:
+    """Leaves this worker's host memory for so many regions of `SIZE` bytes; returns the bytes of its arena then."""
+    client = runtime().client
+    client.arena.drop_spare()
+    most = client.arena.statistics()["nbytes"] + regions * SIZE
+    patch.setattr("fusion_rt.client.client._LEFT", arena.LEAST_LEFT)
+    patch.setattr(
+        arena, "available_memory", lambda: (arena.LEAST_LEFT + most - client.arena.statistics()["nbytes"], "")
+    )
+    return most
+
+
+@on_ranks
+def test_operations_in_place_give_memory_back_to_those_that_begin_while_memory_is_short() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        most = short_of_memory(2, patch)
+        turned = [torch.full((2, SIZE // 8), float(n)).t() for n in range(6)]  # has to be copied into the arena
+        handles = [hvd.allreduce_async_(tensor, op=hvd.Sum) for tensor in turned]
+        handles += [hvd.grouped_allreduce_async_([tensor], op=hvd.Sum) for tensor in turned[:2]]
+        handles += [hvd.reducescatter_async(torch.ones(SIZE // 4), op=hvd.Sum) for _ in range(3)]
+        assert runtime().client.arena.statistics()["nbytes"] <= most
+        results = [hvd.synchronize(handle) for handle in handles]
+    for n, tensor in enumerate(turned):
+        assert results[n] is tensor
+        assert bool((tensor == n * (hvd.size() ** (2 if n < 2 else 1))).all())
+    assert all(bool((result == hvd.size()).all()) for result in results[8:])
+
+
+def begin_in_another_order_while_memory_is_short() -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        short_of_memory(1, patch)
+        names = ("a", "b") if hvd.rank() == 0 else ("b", "a")
+        handles = [hvd.allreduce_async_(torch.ones((2, SIZE // 8)).t(), name=name) for name in names]
+    errors = []
+    for handle in handles:
+        try:
+            hvd.synchronize(handle)
+        except HorovodInternalError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_that_wait_for_each_others_memory_end_by_the_limit_of_a_stall() -> None:
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    with Job((2,), {**START, **limits}) as job:
+        told = job.run(begin_in_another_order_while_memory_is_short)
+    for errors in told:  # of one operation or both: when one has failed, memory is there for the other
+        assert errors
+        assert all("waited" in text for text in errors), told
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 CODE = """
 from pathlib import Path
 import numpy as np
-from fusion_rt.host.allocator import return_freed_memory
+from fusion_rt.host.system_memory import return_freed_memory
 
 PIECE = 3 << 20  # bytes
 
