@@ -85,6 +85,23 @@ class Advice:
         return self.nodes * self.alone / prediction.step
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory that a host has left before the job.
+
+    Attributes:
+        host: its name.
+        workers: of the job, on it.
+        nbytes: what is left.
+        group: the control group whose limit decides; empty if none does.
+    """
+
+    host: str
+    workers: int
+    nbytes: int
+    group: str = ""
+
+
 def conditions_of(
     slots: Sequence[int],
     link: tuple[float, float],
@@ -132,10 +149,11 @@ def _cautious(conditions: Conditions, setting: Setting) -> Prediction:
     return max((predict(replace(conditions, tensors=model), setting) for model in models), key=lambda one: one.step)
 
 
-def tell(conditions: Conditions, advice: Advice, flags: str, command: str) -> str:
+def tell(conditions: Conditions, advice: Advice, hosts: Sequence[HostMemory], flags: str, command: str) -> str:
     """Returns the advice in sentences.
 
     Args:
+        hosts: all of the job.
         flags: those of `fusionrun` that name workers and hosts.
         command: of the workers.
     """
@@ -152,7 +170,7 @@ def tell(conditions: Conditions, advice: Advice, flags: str, command: str) -> st
             f"  {way.name:{width}}  {_ms(one.step):>8}, of which {one.exposed / one.step:4.0%} is communication: "
             f"{advice.speed(one):.2f} x the speed of one host alone"
         )
-    lines += ["", _verdict(advice), _memory(conditions, advice.way)]
+    lines += ["", _verdict(advice), _memory(conditions, advice.way, hosts)]
     if advice.speed(advice.chosen) > 1:
         if codecs.parse(advice.way.codec).selecting:
             bounded = advice.way.codec.replace(")", ", clip=NORM)")
@@ -161,13 +179,20 @@ def tell(conditions: Conditions, advice: Advice, flags: str, command: str) -> st
     return "\n".join(lines)
 
 
-def _memory(conditions: Conditions, way: Way) -> str:
+def _memory(conditions: Conditions, way: Way, hosts: Sequence[HostMemory]) -> str:
+    """Compares the needs of the host that comes closest to what it has left."""
     found = needs(algorithms.parse(way.algorithm), codecs.parse(way.codec), conditions.nodes, conditions.ranks)
-    gigabytes = found.host_nbytes(conditions.nbytes, conditions.ranks) / 1e9
-    return (
-        f"With {way.name} a host of {counted(conditions.ranks, 'worker')} needs at most {gigabytes:.1f} GB for "
-        "parameters, gradients and their exchange, besides activations and the state of the script's optimizer."
+    needed = {host: found.host_nbytes(conditions.nbytes, host.workers) for host in hosts}
+    host = max(hosts, key=lambda one: needed[one] / max(one.nbytes, 1))
+    within = f" within the limit of the control group {host.group}" if host.group else ""
+    line = (
+        f"With {way.name} a host of {counted(host.workers, 'worker')} needs at most {needed[host] / 1e9:.1f} GB for "
+        "parameters, gradients and their exchange, besides activations and the state of the script's optimizer. "
+        f"Host {host.host} has {host.nbytes / 1e9:.1f} GB left{within}"
     )
+    if needed[host] <= host.nbytes:
+        return f"{line}."
+    return f"{line}, which may be too little: run fewer workers there, free memory, or raise the limit."
 
 
 def _verdict(advice: Advice) -> str:

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from fusion_rt.choice.advice import WAYS, advise, conditions_of, tell
+from fusion_rt.choice.advice import WAYS, HostMemory, advise, conditions_of, tell
 from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.advise import parse, words_of
 from fusion_rt.units import MIB
@@ -15,6 +15,7 @@ from tests.for_each import for_each
 MBIT = 1e6 / 8  # bytes a second
 COMPUTING, MODEL = 0.25, 100e6
 NAMES = [way.name for way in WAYS]
+HOSTS = [HostMemory("a", 2, 64 * 10**9), HostMemory("b", 2, 32 * 10**9)]
 
 
 def advised(mbit: float, nodes: int = 2, computing: float = COMPUTING, model: float = MODEL):
@@ -82,7 +83,7 @@ def test_a_tensor_that_is_just_large_enough_to_be_compressed_makes_no_step_short
 
 def test_what_is_told_where_dense_gradients_do_not_pay_off() -> None:
     conditions, advice = advised(50.0)
-    text = tell(conditions, advice, "-np 4 -H a:2,b:2", "python train.py")
+    text = tell(conditions, advice, HOSTS, "-np 4 -H a:2,b:2", "python train.py")
     assert "The slowest link between the 2 hosts carries 50 Mbit/s, with a latency of 0.2 ms." in text
     assert "A step that computes for 250 ms and has 100 MB of gradients" in text
     assert "2 hosts pay off with diloco(steps=100)" in text
@@ -94,27 +95,40 @@ def test_what_is_told_where_dense_gradients_do_not_pay_off() -> None:
         assert f"{advice.speed(one):.2f} x the speed" in text
 
 
-def test_the_memory_of_a_host_is_told() -> None:
+def test_the_memory_of_a_host_is_told_and_what_the_host_with_least_room_has() -> None:
     conditions, advice = advised(50.0)
     # Of two workers: parameters, gradients, arena, the start and the momentum of the outer step, 100 MB each.
     nbytes = 2 * 5 * conditions.nbytes + (2 * 256 + 256 + 150) * 2**20
     assert (
         f"With diloco(steps=100) a host of 2 workers needs at most {nbytes / 1e9:.1f} GB for parameters, gradients and "
-        "their exchange, besides"
-    ) in tell(conditions, advice, "-np 4 -H a:2,b:2", "python train.py")
+        "their exchange, besides activations and the state of the script's optimizer. Host b has 32.0 GB left.\n"
+    ) in tell(conditions, advice, HOSTS, "-np 4 -H a:2,b:2", "python train.py")
+
+
+def test_a_host_that_may_have_too_little_memory_is_named() -> None:
+    conditions, advice = advised(50.0)
+    one = 5 * conditions.nbytes + (256 + 256 + 150) * 2**20  # what a host of one worker needs
+    small = HostMemory("a", 1, round(1.2 * one))
+    text = tell(conditions, advice, [small, HostMemory("b", 2, 2 * small.nbytes)], "", "")
+    assert f"Host a has {small.nbytes / 1e9:.1f} GB left." in text
+    text = tell(conditions, advice, [small, HostMemory("b", 2, small.nbytes, "/sys/fs/cgroup/job")], "", "")
+    assert (
+        f"Host b has {small.nbytes / 1e9:.1f} GB left within the limit of the control group /sys/fs/cgroup/job, which "
+        "may be too little: run fewer workers there"
+    ) in text
 
 
 def test_hosts_that_do_not_pay_off_are_not_advised() -> None:
     conditions, advice = advised(0.1, computing=0.01)
     assert max(map(advice.speed, advice.predictions)) < 1
-    text = tell(conditions, advice, "-np 4", "python train.py")
+    text = tell(conditions, advice, HOSTS, "-np 4", "python train.py")
     assert "More hosts do not pay off on this network" in text
     assert "Start it" not in text
 
 
 def test_fast_hosts_pay_off_without_any_option() -> None:
     conditions, advice = advised(40_000)
-    text = tell(conditions, advice, "-np 4 -H a:2,b:2", "python train.py")
+    text = tell(conditions, advice, HOSTS, "-np 4 -H a:2,b:2", "python train.py")
     assert "2 hosts pay off as they are" in text
     assert text.endswith("fusionrun -np 4 -H a:2,b:2 python train.py")
 

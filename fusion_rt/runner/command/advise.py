@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusion_rt.choice.advice import advise, conditions_of, tell
+from fusion_rt.choice.advice import HostMemory, advise, conditions_of, tell
 from fusion_rt.core.errors import SettingError
+from fusion_rt.host.system_memory import available_memory
 from fusion_rt.run_function import pickled, worker_command
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.launcher import Launch
@@ -22,15 +23,17 @@ _MB, _MS = 1e6, 1e-3
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """The links of a job.
+    """The links of a job, and the memory of a host.
 
     Attributes:
         worst: latency (s) and seconds a byte of the worst one.
         ring: the same of a ring in a measured order; None: the worst link is in it.
+        memory: bytes that this worker's host has left, and the control group whose limit decides, or an empty text.
     """
 
     worst: tuple[float, float]
     ring: tuple[float, float] | None
+    memory: tuple[int, str]
 
 
 def measured_links() -> MeasuredLinks:
@@ -41,13 +44,14 @@ def measured_links() -> MeasuredLinks:
     """
     from fusion_rt.client.client import Client  # brings numpy along, which the launcher need not wait for
 
+    memory = available_memory()
     environ, settings = os.environ, Settings.from_env()
     client = Client(
         environ["FUSION_SOCKET"], environ["FUSION_JOB_ID"], int(environ["HOROVOD_RANK"]), settings.start_timeout
     )
     welcome = client.welcome
     client.close()
-    return MeasuredLinks((welcome.latency, welcome.seconds_per_byte), welcome.ring)
+    return MeasuredLinks((welcome.latency, welcome.seconds_per_byte), welcome.ring, memory)
 
 
 def parse(text: str) -> tuple[float, float]:
@@ -102,9 +106,15 @@ async def run(plan: LaunchPlan, wanted: str, words: Sequence[str], gone: float =
     job = Launch(replace(plan, command=command, function=pickled(measured_links, (), {})), gone)
     status = await job.run()
     if status == 0:
-        links: MeasuredLinks = pickle.loads(job.results[0])  # from a worker of ours, as those of `fusion_rt.run`
-        slots = tuple(map(len, plan.places.topology.ranks))
+        # From workers of ours, as those of `fusion_rt.run`.
+        found: dict[int, MeasuredLinks] = {rank: pickle.loads(told) for rank, told in job.results.items()}
+        links, topology = found[0], plan.places.topology
+        slots = tuple(map(len, topology.ranks))
         conditions = conditions_of(slots, links.worst, links.ring, model, step, plan.settings.chunk_bytes)
+        hosts = [
+            HostMemory(host, len(ranks), *found[ranks[0]].memory)
+            for host, ranks in zip(topology.hosts, topology.ranks, strict=True)
+        ]
         script = shlex.join(map(os.fsdecode, plan.command))
-        print(tell(conditions, advise(conditions, plan.settings.fusion_threshold), shlex.join(words), script))
+        print(tell(conditions, advise(conditions, plan.settings.fusion_threshold), hosts, shlex.join(words), script))
     return status
