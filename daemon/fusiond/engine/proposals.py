@@ -53,6 +53,7 @@ class Proposals:
         self._keeper = keeper
         self._snapshots = snapshots
         self._proposed: dict[PlanKey, dict[int, wire.Proposal]] = {}  # those of `waiting`
+        self._untold: dict[PlanKey, dict[int, int]] = {}  # handles for plans that wait for the state of their homes
         self._made: dict[tuple[int, str], wire.MadePlan] = {}  # by process set and group
         self._refused: OrderedDict[PlanKey, wire.PlanVerdict] = OrderedDict()
         self._last = 0  # id of a plan
@@ -126,8 +127,10 @@ class Proposals:
         self._made[key[:2]] = wire.MadePlan(verdict.clock, plan, {rank: proposed[rank] for rank in lowest})
         self._install(plan)
 
+        self._untold[key] = waiting
+
         def tell() -> None:
-            for rank, handle in waiting.items():
+            for rank, handle in self._untold.pop(key, {}).items():  # unless it has ended meanwhile
                 self._context.outside.to_worker(rank, wire.Planned(handle, plan))
 
         self._keeper.homes.when_quiet(plan.id, tell)  # which may have to load a state, clocks included
@@ -179,7 +182,7 @@ class Proposals:
 
     def end(self, error: str) -> None:
         """Tells all workers that wait that nothing will come."""
-        for waiting in self.waiting.values():
+        for waiting in (*self.waiting.values(), *self._untold.values()):
             for rank, handle in waiting.items():
                 self._operations.refuse(rank, handle, error)
         self.clear()
@@ -187,6 +190,7 @@ class Proposals:
     def clear(self) -> None:
         """Forgets all workers that wait for a plan."""
         self.waiting.clear()
+        self._untold.clear()
         self._since.clear()
         self._proposed.clear()
 

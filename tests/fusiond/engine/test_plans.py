@@ -580,3 +580,21 @@ def test_a_node_that_is_told_a_plan_whose_package_it_lacks_ends_the_job_with_its
     job.nodes[1].engine.peer_message(0, wire.PlanVerdict(0, "opt", 1, plan, ""))
     assert job.nodes[1].failure.startswith("no plan for 'opt': on node 1 (host ")
     assert "the package acme 1.0 is not installed" in job.nodes[1].failure
+
+
+def test_a_worker_hears_of_an_end_that_comes_while_its_plan_waits_for_the_state_of_homes() -> None:
+    tensors = (wire.TensorSpec("w", "float32", (200_000,)),)  # so large that a thread loads it
+    proposal = wire.Proposal("opt", 0, 0, wire.Reduction(algorithm="asp"), tensors)
+    before = SimulatedJob([2])
+    first = before.plan(proposal)
+    before.add_plan_memory(first)
+    (state,) = before.saved_homes(first)
+    job = SimulatedJob([2])
+    job.load_homes(0, state)
+    handles = [job.propose(rank, proposal) for rank in job.ranks]
+    engine = job.nodes[0].engine
+    while not job.deferred:
+        assert job.step()
+    engine.end("rank 9 died")
+    job.settle()
+    assert [job.error(rank, handle) for rank, handle in enumerate(handles)] == ["rank 9 died"] * 2
