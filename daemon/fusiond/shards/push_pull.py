@@ -375,5 +375,6 @@ def under_way(client: PushPullClient) -> WireError:
     """Returns the error of a worker whose state is touched while it posts."""
     return WireError(
         f"rank {client.rank} is posting to bucket {client.bucket.index} of {client.plan.plan.group!r}; load the state "
-        "of an optimizer between step() and the next backward()"
+        "of an optimizer between step() and the next backward(), on all ranks of a host before one of them goes on "
+        "(hvd.barrier())"
     )

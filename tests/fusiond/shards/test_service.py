@@ -589,6 +589,18 @@ def test_a_state_that_is_damaged_changes_nothing(change: object, why: str) -> No
     equal(saved(workers), before)
 
 
+def test_a_rank_that_loads_after_another_one_has_gone_on_takes_that_back() -> None:
+    first = Workers([2, 0], "asp", START, RATE)
+    train(first, range(2), (0, 1))
+    state = saved(first)[0]
+    second = Workers([2, 0], "asp", START, RATE)
+    second.job.load_homes(0, state)  # by rank 0, which goes on at once
+    second.post(0, START + 1)
+    assert not np.array_equal(second.home(), first.home())
+    second.job.load_homes(0, state)  # by rank 1
+    assert np.array_equal(second.home(), first.home())
+
+
 def test_a_state_of_another_job_that_was_loaded_before_the_plan_is_warned_of() -> None:
     job = SimulatedJob([1, 1])
     job.load_homes(0, {"home:9:-1:value": np.zeros(1)})
