@@ -259,10 +259,12 @@ class Settings:
         "or given (as hosts were named). Sums are added up in that order.",
         variable="FUSION_RING_ORDER", shared=True, choices=("measured", "given"))
     io_threads: int = _row(
-        1, DAEMON, "ZeroMQ I/O threads of a daemon.", unit=COUNT, variable="FUSION_IO_THREADS", least=1)
+        0, DAEMON, "ZeroMQ I/O threads of a daemon (0: one for each four processors, from 1 to 4).",
+        unit=COUNT, variable="FUSION_IO_THREADS", least=0)
     kernel_threads: int = _row(
-        2, DAEMON, "Threads of a daemon that reduce local buckets.",
-        unit=COUNT, variable="FUSION_KERNEL_THREADS", least=1)
+        0, DAEMON, "Threads of a daemon that reduce buckets and, if more than two, encrypt payloads and take in those "
+        "that arrive (0: half of the processors, from 2 to 8).",
+        unit=COUNT, variable="FUSION_KERNEL_THREADS", least=0)
     heartbeat_interval: float = _row(
         1.0, DAEMON, "Time between two signs of life of a daemon's event loop to its peers.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_INTERVAL", least=0.01)

@@ -67,7 +67,7 @@ REFUSED = [
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "forever", "'forever' is not a duration"),
     ("HOROVOD_STALL_CHECK_DISABLE", "maybe", "'maybe' is not a yes or no"),
     ("FUSION_KERNEL_THREADS", "two", "'two' is not a whole number"),
-    ("FUSION_KERNEL_THREADS", "0", "below the least value allowed, 1"),
+    ("FUSION_KERNEL_THREADS", "-1", "below the least value allowed, 0"),
     ("FUSION_CHUNK_BYTES", "1", "below the least value allowed, 4096"),
     ("HOROVOD_LOG_LEVEL", "loud", "is not one of TRACE, DEBUG, INFO"),
     ("FUSION_ENCRYPTION", "none", "is not one of auto, all, control"),

@@ -20,6 +20,7 @@ from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.host import bootstrap
+from fusion_rt.host.cores import cores, kernel_threads
 from fusion_rt.host.private_files import read_secret
 from fusion_rt.settings import Settings
 from fusion_rt.tracing import resident_memory
@@ -127,9 +128,10 @@ class Daemon:
         allow_many_descriptors()
         ignore_float_errors()
         keep_freed_memory()
-        self._parts.pool = KernelPool(self._loop, self._settings.kernel_threads)
-        if self._mesh is not None and self._settings.kernel_threads > LANES_ABOVE:
-            self._lanes = KernelPool(self._loop, self._settings.kernel_threads, "lane")
+        threads = self._settings.kernel_threads or kernel_threads(cores())
+        self._parts.pool = KernelPool(self._loop, threads)
+        if self._mesh is not None and threads > LANES_ABOVE:
+            self._lanes = KernelPool(self._loop, threads, "lane")
             self._mesh.work_on(self._lanes.run)
         self._directory.show_stacks()
         self._parts.workers = Workers(self._loop, self._listener, self._formation.worker_dispatch)

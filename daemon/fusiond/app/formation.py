@@ -19,6 +19,7 @@ import msgspec
 from fusion_rt import wire
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.host import bootstrap
+from fusion_rt.host.cores import cores
 from fusion_rt.tracing import files
 from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.app.daemon_parts import DaemonParts
@@ -151,7 +152,7 @@ class Formation:
         topology, node, parts = self.config.topology, self.config.node, self.parts
         participants = Participants(topology, node, self.absent)
         self.engine = Engine(
-            Context(topology, node, parts.settings, self.effects, participants, parts.trace),
+            Context(topology, node, parts.settings, self.effects, participants, parts.trace, cores()),
             self.membership.epoch,
             parts.left if self.config.elastic else None,
         )

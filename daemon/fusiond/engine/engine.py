@@ -70,7 +70,7 @@ class Engine:
         self.progress = {rank: Progress() for rank in self.topology.ranks[self.node]}
         self._work = ThreadWork(context.outside.run_jobs)
         self.operations = NodeOperations(context, self._work, self)
-        self._plans = Plans(Team(context.settings.kernel_threads), keeps_before=left is not None)
+        self._plans = Plans(Team(context.threads), keeps_before=left is not None)
         self.homes = ParameterService(context, self._work, epoch, self.operations.home_failed, self._operations_of)
         self.keeper = Keeper(self.operations, self._plans, self.homes, epoch, left)
         self.snapshots = Snapshots(context, self.keeper)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_rt.core.topology import Topology
+from fusion_rt.host.cores import kernel_threads
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.effects import Effects
@@ -22,6 +23,7 @@ class Context:
         outside: acts for the engine.
         participants: the process sets, and ranks that are away.
         trace: the recorder.
+        cores: processors that this daemon may use.
     """
 
     topology: Topology
@@ -30,11 +32,17 @@ class Context:
     outside: Effects
     participants: Participants
     trace: Instrument = NULL
+    cores: int = 2
+
+    @property
+    def threads(self) -> int:
+        """The number of kernel threads."""
+        return self.settings.kernel_threads or kernel_threads(self.cores)
 
     @property
     def lanes(self) -> bool:
         """True if threads do the work of long chunks: there are more of them than the event loop keeps busy itself."""
-        return self.settings.kernel_threads > LANES_ABOVE
+        return self.threads > LANES_ABOVE
 
     @property
     def host(self) -> str:

@@ -19,6 +19,7 @@ from typing import Protocol
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.traceback_format import quoted
+from fusion_rt.host.cores import threads_for
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import UNTUNED, BucketState, PlanState
@@ -197,7 +198,8 @@ class Operation:
         nbytes: float = exchange.local_nbytes if self.is_here else math.inf
         small = nbytes <= (PLAIN_WORK if is_plain and self.port.nodes == 1 else INLINE_WORK)
         nbytes = 0 if small else nbytes
-        jobs = exchange.jobs(1 if small else self.tuning.threads or context.settings.kernel_threads)
+        threads = self.tuning.threads or threads_for(exchange.local_nbytes, context.threads)
+        jobs = exchange.jobs(1 if small else threads)
         self.exchange = exchange
         self._enter(_PREPARING)
         stages: deque[tuple[Sequence[Job], float]] = deque()
@@ -385,7 +387,7 @@ class Operation:
             self.deliver(self.exchange.results)
         else:
             self._enter(_WRITING)
-            jobs = self.staging.writes(self.owner.context.settings.kernel_threads)
+            jobs = self.staging.writes(self.owner.context.threads)
             self._do(jobs, self.staging.nbytes, partial(self._written, self.staging))
 
     def _written(self, staging: Staging | NodeParts) -> None:

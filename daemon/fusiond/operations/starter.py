@@ -157,7 +157,7 @@ class Starter:
         """
         found = combined(local, len(operation.members.local))
         if found.share == wire.PART:
-            parts = operation.staging = NodeParts.of(local, self._context.settings.kernel_threads)
+            parts = operation.staging = NodeParts.of(local, self._context.threads)
             if parts.nbytes <= INLINE_WORK:
                 for job in parts.reads:
                     job()
@@ -183,7 +183,7 @@ class Starter:
         """Returns the reducer, sources and outputs of an all-reduce that is partly in other processes' memory."""
         if len(operation.members.nodes) == 1 and reducer.op != "adasum":
             return reducer, sources, outputs
-        return self._stage(operation).reduction(reducer, sources, outputs, self._context.settings.kernel_threads)
+        return self._stage(operation).reduction(reducer, sources, outputs, self._context.threads)
 
     def _order(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the positions of nodes in the order in which a ring visits them, the same on all of them; none if

@@ -246,7 +246,7 @@ class Messaging:
 
     def _copying(self, source: Operand, target: Operand) -> list[Job]:
         """Returns jobs that copy bytes."""
-        threads = max(1, min(self._context.settings.kernel_threads, len(source) // _FEWEST))
+        threads = max(1, min(self._context.threads, len(source) // _FEWEST))
         return split_jobs(lambda low, end: ordinary.copy(source[low:end], [target[low:end]]), len(source), threads, 1)
 
     def _copied(self, message: Message, error: BaseException | None) -> None:

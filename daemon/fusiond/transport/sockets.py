@@ -35,6 +35,7 @@ from typing import TypeAlias
 import zmq
 
 from fusion_rt.host.bootstrap import Endpoint
+from fusion_rt.host.cores import cores, io_threads
 from fusion_rt.host.ports import listen_in
 from fusion_rt.settings import Settings
 from fusiond.transport.accepted_sockets import AcceptedSockets
@@ -74,7 +75,7 @@ class Sockets:
     """
 
     def __init__(self, settings: Settings, address: str, nodes: int) -> None:
-        self.context: zmq.Context[Socket] = zmq.Context(settings.io_threads)
+        self.context: zmq.Context[Socket] = zmq.Context(settings.io_threads or io_threads(cores()))
         # Of each connection a socket, its monitor's two ends, and the same again while it is replaced.
         self.context.set(zmq.MAX_SOCKETS, 64 + 6 * nodes * (1 + (settings.connections or MOST_CONNECTIONS)))
         self.public, self._secret = zmq.curve_keypair()

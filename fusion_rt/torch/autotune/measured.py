@@ -8,6 +8,7 @@ import warnings
 from fusion_rt import wire
 from fusion_rt.choice.candidates import Setting, Space
 from fusion_rt.core.cost import CostModel
+from fusion_rt.host.cores import cores, kernel_threads
 from fusion_rt.host.private_files import open_private
 from fusion_rt.settings import Settings
 from fusion_rt.torch.autotune import cache
@@ -130,7 +131,7 @@ def default_setting(settings: Settings, where: Circumstances) -> Setting:
         where.threshold,
         cost.chunk_bytes(settings.chunk_bytes),
         settings.window_bytes,
-        settings.kernel_threads,
+        settings.kernel_threads or kernel_threads(cores()),
         route,
     )
 
