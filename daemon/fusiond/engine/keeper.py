@@ -76,6 +76,17 @@ class OpenedPlan:
     why: str
 
 
+@dataclass(frozen=True)
+class WaitingState:
+    """A state that was loaded before there was a plan: of codecs, and of homes and contributions to homes."""
+
+    of_codecs: State
+    of_homes: State
+
+
+_NOTHING = WaitingState({}, {})
+
+
 class Keeper:
     """The keeper of one engine.
 
@@ -93,7 +104,7 @@ class Keeper:
         self._operations = operations
         self._epoch = epoch
         self._left = left
-        self._loaded: dict[Group, State] = {}  # before there was a plan
+        self._waiting: dict[Group, WaitingState] = {}
         self._loads: Counter[Group] = Counter()  # states loaded
         self._opened: dict[int, OpenedPlan] = {}
 
@@ -106,8 +117,10 @@ class Keeper:
             common: only the part that is the same on all nodes.
             then: called in the event loop, when no thread is at work for the plan, with the exception if that fails.
         """
-        plan = self.plans.of_group(group)
-        id, of_homes = 0 if plan is None else plan.plan.id, State()
+        plan, of_homes = self.plans.of_group(group), State()
+        id = 0 if plan is None else plan.plan.id
+        if plan is None and not common:
+            of_homes.update(self._waiting.get(group, _NOTHING).of_homes)
 
         def saved(error: BaseException | None) -> None:
             then(error, lambda: self.state_of_codecs(group, common) | of_homes)
@@ -118,12 +131,12 @@ class Keeper:
             self.homes.save(id, of_homes, saved)
 
     def state_of_codecs(self, group: Group, common: bool = False) -> State:
-        """Returns copies of the state of the codecs of a group's plan, or all that is kept for it until there is one.
-        To be called by a thread."""
+        """Returns copies of the state of the codecs of a group's plan, or the state that waits for it. To be called by
+        a thread."""
         plan = self.plans.of_group(group)
         if plan is not None:
             return codec_state.saved(plan.codecs, common)
-        waiting = self._loaded.get(group, {})
+        waiting = self._waiting.get(group, _NOTHING).of_codecs
         return codec_state.only_common(waiting) if common else dict(waiting)
 
     def load(self, group: Group, state: Mapping[str, Array], common: bool, then: Then) -> None:
@@ -155,7 +168,7 @@ class Keeper:
                 if plan is not None:
                     self.homes.restore(plan, copies, then)
                     return
-                self._loaded.setdefault(group, {}).update(copies)
+                self._waiting[group] = WaitingState(self._waiting.get(group, _NOTHING).of_codecs, copies)
             elif error is None and not state and not common:
                 error = self._forgotten(plan)
             then(error)
@@ -174,7 +187,8 @@ class Keeper:
         if plan is not None:
             codec_state.restore(plan.codecs, state, strict=True)
         else:
-            self._loaded[group] = {key: value.copy() for key, value in state.items()}
+            copies = {key: value.copy() for key, value in state.items()}
+            self._waiting[group] = WaitingState(copies, self._waiting.get(group, _NOTHING).of_homes)
 
     def _forgotten(self, plan: PlanState | None) -> FusionError | None:
         """Has the codecs of contributions to homes begin anew; returns why that is not possible."""
@@ -213,13 +227,13 @@ class Keeper:
             opened = self._opened.pop(plan.id)
         if opened.why:
             self._operations.context.outside.warn(opened.why)
-        loaded, state = self._loaded.pop(group, {}), opened.state
+        waiting, state = self._waiting.pop(group, _NOTHING), opened.state
         self.plans.put(state)
         if self._left is not None and (state.at_homes or len(members.nodes) > 1):
             left = self._left.pop(group, None)
             if left is not None and left.codecs is not None:
                 left.codecs.release()
-        return state.at_homes and self.homes.install(state, _parts(loaded)[1])
+        return state.at_homes and self.homes.install(state, waiting.of_homes)
 
     def _opener(self, plan: wire.Plan, members: Members) -> Job:
         """Returns a job that opens a plan. All that it reads is looked up now: it may run on a thread."""
@@ -230,16 +244,16 @@ class Keeper:
             before = Remembered(old.codecs)
         elif self._left is not None and group in self._left and len(members.nodes) > 1:  # else it waits for others
             before = self._left[group].codecs
-        loaded = self._loaded.get(group)
+        waiting = self._waiting.get(group)
 
         def open_plan() -> None:
             state, why = self.plans.open(plan, members, old), ""
-            if loaded is not None:
+            if waiting is not None:
                 try:
-                    codec_state.restore(state.codecs, _parts(loaded)[0], strict=True)
+                    codec_state.restore(state.codecs, waiting.of_codecs, strict=True)
                 except FusionError as error:
                     why = f"a state was loaded for {plan.group!r}, and it starts without: {error}"
-            if before is not None and (loaded is None or why):
+            if before is not None and (waiting is None or why):
                 codec_state.restore(state.codecs, before.state(bounds=old is not None))
             self._opened[plan.id] = OpenedPlan(state, loads, why)
 
@@ -252,7 +266,7 @@ class Keeper:
         """Drops the plans of a process set that has been removed, and what was kept for them."""
         self.plans.remove_set(process_set)
         self.homes.remove_set(process_set)
-        self._loaded = {group: state for group, state in self._loaded.items() if group[0] != process_set}
+        self._waiting = {group: state for group, state in self._waiting.items() if group[0] != process_set}
 
     # --- from formation to formation ----------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ def keeper_of(job: SimulatedJob, node: int = 0) -> Keeper:
     return job.nodes[node].engine.keeper
 
 
-def saved(job: SimulatedJob) -> State:
+def saved(job: SimulatedJob, common: bool = False) -> State:
     found: list[State] = []
-    keeper_of(job).save(GROUP, False, lambda error, get: found.append(get()))
+    keeper_of(job).save(GROUP, common, lambda error, get: found.append(get()))
     job.settle()
     return found[0]
 
@@ -41,6 +41,17 @@ def test_a_state_of_homes_that_waits_for_a_plan_can_be_saved_again() -> None:
     assert found.keys() == state.keys()
     for key, value in state.items():
         np.testing.assert_array_equal(found[key], value, key)
+
+
+def test_codecs_that_begin_anew_leave_homes_that_wait_for_a_plan_as_they_were() -> None:
+    job = SimulatedJob([1, 1])
+    job.load_homes(0, {"home:0:-1:value": np.ones(3), "0:step": np.array(4)})
+    assert saved(job).keys() == {"home:0:-1:value", "0:step"}
+    assert saved(job, common=True).keys() == {"0:step"}
+    job.load_homes(0, {})
+    assert saved(job).keys() == {"home:0:-1:value"}
+    job.load_homes(0, {"home:1:-1:value": np.ones(3)})
+    assert saved(job).keys() == {"home:1:-1:value"}
 
 
 def test_a_state_that_waits_for_a_plan_ends_with_its_process_set() -> None:
