@@ -107,11 +107,14 @@ class Measure(msgspec.Struct, tag="measure", array_like=True):
         nodes: a single one if `rate`.
         rate: how much the link carries, too; else latencies only.
         far: the link is over a distance, so that a few round trips have to do.
+        apart: seconds from the first large payload to a node to that to the next one. The answer has the half of their
+            best round trips in the place of latencies. 0: payloads are small.
     """
 
     nodes: tuple[Rank, ...]
     rate: bool = False
     far: bool = True
+    apart: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
 class LinkTimes(msgspec.Struct, tag="link_times", array_like=True):

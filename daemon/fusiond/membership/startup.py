@@ -19,15 +19,27 @@ from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop, Timer
 from fusiond.host.signals import tell_starter
 from fusiond.membership.epoch import Membership
-from fusiond.transport.distance import MANY, completed, is_far, rounds_of
+from fusiond.transport.distance import (
+    MANY,
+    best_of_nodes,
+    completed,
+    disjoint,
+    is_far,
+    rounds_of,
+    shared_out,
+    suspicious,
+)
 from fusiond.transport.mesh import Mesh
-from fusiond.transport.probe import FEW, LinkProbe, Pings, Probe
+from fusiond.transport.probe import FEW, LARGE, SMALL, LinkProbe, Pings, Probe
 
 _log = logging.getLogger("fusiond")
 _LATE = 0.8  # of the start's time-out
 _COORDINATORS = 0.05  # of it, in which nodes can say that their own workers are late before the coordinator names them
 _OTHERS = 0.1  # of it, in which the coordinator can name late nodes before nodes speak that do not know them
 _OWN_PINGS, _PINGS = 6, 3  # to each node: by the coordinator, which decides whether any is far, and by others then
+_FIRST_ROUNDS = 3  # in which pairs of many nodes are measured before slow links are looked for
+_LARGE_PINGS = 2  # to each node, since a new connection is slow
+_LOOK_S = 2.0  # seconds in which the first large payload to each node leaves, at most
 _APART = 1e-3  # seconds between the first pings to two nodes, so that echoes do not wait for each other
 
 
@@ -76,6 +88,8 @@ class Starting:
         self._rounds: list[list[tuple[int, int]]] = []  # of links over a distance whose rate has to be measured
         self._latencies: dict[tuple[int, int], float] = {}  # of links over a distance
         self._rates: dict[tuple[int, int], float] = {}  # seconds a byte of them
+        self._has_looked = False  # for links that are slower than others of their nodes
+        self._took: dict[tuple[int, int], float] = {}  # seconds of a large payload on each, besides the latency
         self._paths: dict[tuple[int, int], wire.Path] = {}
         self._timer: Timer | None = None
         self._began = time.monotonic()
@@ -141,7 +155,9 @@ class Starting:
         """Begins to measure links to nodes for the coordinator."""
         if not set(order.nodes) <= set(self._others()) or node != self._membership.coordinator or not order.nodes:
             raise WireError(f"it wants this node to measure its links to {order.nodes}, which is not its to say")
-        if order.rate:
+        if order.apart:
+            self._ping(order.nodes, _LARGE_PINGS, self._tell_latencies, LARGE, order.apart)
+        elif order.rate:
             self._asked = LinkProbe(self._loop.clock, FEW if order.far else ())
             self._answer(self._asked, self._asked.begin(order.nodes[:1]))
         else:
@@ -154,6 +170,9 @@ class Starting:
             raise WireError("it has measured links about which it was not asked")
         for other, latency in zip(order.nodes, answer.latencies, strict=True):
             link = min(node, other), max(node, other)
+            if order.apart:
+                self._took[link] = 2 * (latency - self._latencies[link])
+                continue
             self._latencies[link] = min(latency, self._latencies.get(link, latency))
             if order.rate:
                 self._rates[link] = answer.seconds_per_byte
@@ -209,12 +228,19 @@ class Starting:
 
     # --- latencies of many links at a time ----------------------------------------------------------------------------
 
-    def _ping(self, nodes: Sequence[int], count: int, then: Callable[[Mapping[int, float]], None]) -> None:
+    def _ping(
+        self,
+        nodes: Sequence[int],
+        count: int,
+        then: Callable[[Mapping[int, float]], None],
+        nbytes: int = SMALL,
+        apart: float = _APART,
+    ) -> None:
         """Measures the latencies of links to nodes, and hands them on, by node."""
-        pings = self._pings = Pings(self._loop.clock, nodes, count)
+        pings = self._pings = Pings(self._loop.clock, nodes, count, nbytes)
         self._pinged = then
         for place, node in enumerate(nodes):
-            self._loop.call_later(place * _APART, partial(self._ping_first, pings, node))
+            self._loop.call_later(place * apart, partial(self._ping_first, pings, node))
         self._end_of_pings(pings)
 
     def _ping_first(self, pings: Pings, node: int) -> None:
@@ -257,7 +283,7 @@ class Starting:
         """Has the links of all nodes measured: first latencies, all at once, then what links carry, as many at a time
         as have no node in common."""
         self._latencies = self._between(latencies)
-        self._rounds = rounds_of(self._membership.nodes)
+        self._rounds = rounds_of(self._membership.nodes, _FIRST_ROUNDS)
         others = self._others()
         self._ask({node: wire.Measure(tuple(others[place + 1 :])) for place, node in enumerate(others[:-1])})
 
@@ -283,6 +309,9 @@ class Starting:
             self._ask({one: wire.Measure((other,), rate=True, far=far) for one, other in self._rounds.pop(0)})
             return
         links = completed(self._rates, self._latencies)
+        if far and len(links) > len(self._rates) and not self._has_looked:
+            self._look_for_slow_links(links)
+            return
         if not far:
             own = self._config.node
             self._begin_job(
@@ -293,6 +322,19 @@ class Starting:
             return
         self._paths = {nodes: wire.Path(nodes, link.latency, link.seconds_per_byte) for nodes, link in links.items()}
         self._begin_far_job()
+
+    def _look_for_slow_links(self, links: Mapping[tuple[int, int], CostModel]) -> None:
+        """Has large payloads sent on all links, whose rates are known of few, so far apart that a node's links have one
+        under way; those that take longer than their models say are measured then."""
+        nodes = self._membership.nodes
+        if self._took:
+            self._has_looked = True
+            self._rounds = disjoint(suspicious(links, self._took, LARGE), (len(nodes) - 1).bit_length())
+            self._next_round()
+            return
+        slowest = max(best_of_nodes(self._rates).values())
+        apart = min(2 * _LARGE_PINGS * slowest * LARGE, 2 * _LOOK_S / len(nodes))
+        self._ask({node: wire.Measure(others, apart=apart) for node, others in shared_out(nodes).items()})
 
     def _begin_far_job(self) -> None:
         paths = self._paths.values()

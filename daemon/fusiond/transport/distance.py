@@ -13,9 +13,10 @@ payloads arrive (`Pipe`), up to twice as many as that fills: they double in a ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations, islice, pairwise
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +119,55 @@ def rounds_of(nodes: Sequence[int], most: int | None = None) -> list[list[tuple[
     return list(islice(_rounds(nodes), few))
 
 
+def shared_out(nodes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Returns the half of the pairs of nodes that each of them measures, in an order in which no node is the next of
+    two: each begins with the one behind it."""
+    count, found = len(nodes), {}
+    for place, node in enumerate(nodes):
+        steps = (count - 1) // 2 + (count % 2 == 0 and place < count // 2)
+        found[node] = tuple(nodes[(place + step) % count] for step in range(1, steps + 1))
+    return {node: others for node, others in found.items() if others}
+
+
+def disjoint(links: Iterable[tuple[int, int]], most: int) -> list[list[tuple[int, int]]]:
+    """Returns pairs of nodes, the first ones first, in at most so many rounds in which no node is twice."""
+    rounds: list[list[tuple[int, int]]] = []
+    busy: list[set[int]] = []
+    for link in links:
+        free = next((number for number, nodes in enumerate(busy) if nodes.isdisjoint(link)), len(rounds))
+        if free == most:
+            continue
+        if free == len(rounds):
+            rounds.append([])
+            busy.append(set())
+        rounds[free].append(link)
+        busy[free].update(link)
+    return rounds
+
+
+def suspicious(
+    links: Mapping[tuple[int, int], CostModel], took: Mapping[tuple[int, int], float], nbytes: int
+) -> list[tuple[int, int]]:
+    """Returns the links that seem to carry less than half of their models' rates, the slowest first.
+
+    Args:
+        links: models, of which most rates are those of other links of the same nodes.
+        took: seconds that a payload of `nbytes` took beyond the latency, among others that were under way.
+    """
+    usual = median(took.values())
+    beyond = {link: took[link] / max(links[link].seconds_per_byte * nbytes, usual) for link in took}
+    return sorted((link for link, ratio in beyond.items() if ratio > 2), key=lambda link: (-beyond[link], link))
+
+
+def best_of_nodes(links: Mapping[tuple[int, int], float]) -> dict[int, float]:
+    """Returns the least seconds a byte of any link of each node."""
+    best: dict[int, float] = {}
+    for nodes, seconds in links.items():
+        for node in nodes:
+            best[node] = min(seconds, best.get(node, seconds))
+    return best
+
+
 def completed(
     links: Mapping[tuple[int, int], float], latencies: Mapping[tuple[int, int], float]
 ) -> dict[tuple[int, int], CostModel]:
@@ -128,10 +178,7 @@ def completed(
             is taken to carry what the better of the measured links of either end does, whichever is less.
         latencies: seconds, of all links.
     """
-    best: dict[int, float] = {}
-    for nodes, seconds in links.items():
-        for node in nodes:
-            best[node] = min(seconds, best.get(node, seconds))
+    best = best_of_nodes(links)
     return {
         nodes: CostModel(latency, links.get(nodes) or max(best[node] for node in nodes))
         for nodes, latency in latencies.items()

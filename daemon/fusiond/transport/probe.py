@@ -26,20 +26,21 @@ _serials = itertools.count(1)  # of all probes, so that a late echo is not taken
 
 
 class Pings:
-    """Measures the latencies of links to many nodes at a time: a small payload at a time to each of them.
+    """Measures the latencies of links to many nodes at a time: a payload at a time to each of them.
 
     Args:
         clock: seconds.
         nodes: at the other ends.
         count: payloads to each.
+        nbytes: of each.
 
     Attributes:
         nodes: at the other ends.
         latencies: seconds one way, by node: half of the best round trip so far.
     """
 
-    def __init__(self, clock: Callable[[], float], nodes: Sequence[int], count: int) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], nodes: Sequence[int], count: int, nbytes: int = SMALL) -> None:
+        self._clock, self._nbytes = clock, nbytes
         self.nodes = tuple(nodes)
         self._left = dict.fromkeys(nodes, count)
         self._to_come = count * len(nodes)
@@ -55,7 +56,7 @@ class Pings:
         """Returns the next probe of a node, to be sent now."""
         serial = next(_serials)
         self._under_way[node] = serial, self._clock()
-        return node, serial, SMALL
+        return node, serial, self._nbytes
 
     def echo(self, node: int, serial: int) -> Probe | None:
         """Takes in an echo. Returns the next probe of that node; None when there is none, or the echo is not the one

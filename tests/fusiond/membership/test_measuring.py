@@ -16,6 +16,7 @@ from fusion_rt.host.bootstrap import DaemonConfig
 from fusion_rt.settings import Settings
 from fusiond.membership.epoch import Membership
 from fusiond.membership.startup import Starting
+from fusiond.transport.distance import shared_out
 from fusiond.transport.probe import LinkProbe
 from tests.for_each import for_each
 
@@ -151,6 +152,39 @@ def test_links_of_a_slow_host_are_slow_also_where_they_were_not_measured() -> No
     start, _ = measured(24, lambda a, b: CostModel(10e-3, 8e-8 if 17 in (a, b) else 8e-9)).started[0]
     for path in start.paths:
         assert path.seconds_per_byte == pytest.approx(8e-8 if 17 in path.nodes else 8e-9, rel=0.1)
+
+
+@for_each("pair", [(3, 20), (0, 1)])
+def test_a_single_slow_link_of_two_fast_hosts_is_found_and_the_start_is_not_late(pair: tuple[int, int]) -> None:
+    """Of 2,016 links, three rounds of pairs measure 96."""
+    world = measured(64, lambda a, b: CostModel(20e-3, 8e-8 if (a, b) == pair else 8e-9))
+    start, _ = world.started[0]
+    for path in start.paths:
+        assert path.seconds_per_byte == pytest.approx(8e-8 if path.nodes == pair else 8e-9, rel=0.1)
+    assert start.seconds_per_byte == pytest.approx(8e-8, rel=0.1)
+    assert world.now < 4.0  # seconds
+
+
+def test_several_slow_links_are_found_beside_a_slow_host() -> None:
+    slow = {(2, 9), (2, 30), (5, 9), (14, 15)}
+
+    def rate(a: int, b: int) -> float:
+        return 1e-7 if 21 in (a, b) else 4e-8 if (a, b) in slow else 8e-9
+
+    start, _ = measured(32, lambda a, b: CostModel(10e-3, rate(a, b))).started[0]
+    for path in start.paths:
+        assert path.seconds_per_byte == pytest.approx(rate(*path.nodes), rel=0.1), path.nodes
+
+
+@for_each("count", [2, 3, 11, 12])
+def test_each_pair_is_measured_by_one_of_its_nodes_and_no_node_is_the_next_of_two(count: int) -> None:
+    shares = shared_out(range(count))
+    assert sorted((min(a, b), max(a, b)) for a, others in shares.items() for b in others) == [
+        (a, b) for a in range(count) for b in range(a + 1, count)
+    ]
+    for turn in range(count // 2):
+        asked = [others[turn] for others in shares.values() if turn < len(others)]
+        assert len(set(asked)) == len(asked)
 
 
 def test_two_sites_are_told_from_each_other() -> None:
