@@ -34,7 +34,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.StrType():
             return st.text(max_size=min(info.max_length or 20, 20))
         case msgspec.inspect.BytesType():
-            return st.binary(max_size=min(info.max_length or 20, 20))
+            least = info.min_length or 0
+            return st.binary(min_size=least, max_size=max(least, min(info.max_length or 20, 20)))
         case msgspec.inspect.NoneType():
             return st.none()
         case msgspec.inspect.LiteralType():
