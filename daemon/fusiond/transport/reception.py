@@ -242,6 +242,7 @@ class Inbox:
 
     def end(self, descriptor: int) -> None:
         """Ends a connection that was admitted, if it has not ended yet."""
+        self._watch()  # as in `heard`
         address = self._peers.get(descriptor) or self._addresses.get(descriptor)
         if address is not None:
             self._accepted_sockets.shut_down(descriptor, address)

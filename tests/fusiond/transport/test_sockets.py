@@ -17,7 +17,7 @@ from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.settings import Settings
 from fusiond.host.loop import EventLoop
 from fusiond.transport import sockets
-from fusiond.transport.reception import Inbox, Tokens
+from fusiond.transport.reception import Inbox, Tokens, descriptor_of
 from fusiond.transport.zap import KeyGate
 
 TIMEOUT_S = 60.0
@@ -129,6 +129,29 @@ def test_who_takes_a_connection_over_cannot_fill_memory_with_a_message_without_a
     assert gate.admitted == 1
     assert sent > most
     assert taken == []
+    inbox.close()
+    loop.close()
+    made.context.destroy(linger=0)
+
+
+def test_a_connection_is_ended_also_before_the_monitor_has_told_of_it() -> None:
+    """Else its sender would go on, and be answered by nothing: its token is refused from then on."""
+    made, tokens, loop = sockets.Sockets(Settings(encryption="all"), "127.0.0.1", 2), Tokens(), EventLoop()
+    gate = KeyGate(made.context, tokens.id_of_new)
+    listener, port = made.payload_inbox(1 << 20)
+    inbox = Inbox(loop, listener, made.monitor(listener), made.accepted(listener), lambda *_: None)
+    token = tokens.issue(1, 1).token
+    ready = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 16) + token
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as peer:
+        peer.sendall(PLAIN + command(b"HELLO", b"\x01f\x10" + token))
+        assert gate.socket.poll(1000 * TIMEOUT_S)
+        gate.answer()
+        peer.sendall(command(b"INITIATE", ready) + b"\x00\x03abc")
+        assert listener.poll(1000 * TIMEOUT_S)
+        assert listener.recv() == token
+        inbox.end(descriptor_of(listener.recv(copy=False)))
+        while said_by(peer):
+            pass
     inbox.close()
     loop.close()
     made.context.destroy(linger=0)
