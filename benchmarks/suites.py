@@ -163,6 +163,10 @@ SUITES = {
         "what encryption costs between hosts", 10,
         (_lab(""),), (_lab("--rates unshaped --rounds 1"),),
     ),
+    "cores": Suite(
+        "all-reduce on one host and between hosts, encrypted or not, beside gloo; the busiest thread", 5,
+        (_part(""),), (_part("--sizes 4,1048576 --rounds 2 --places 1"),),
+    ),
     "detection": Suite(
         "how soon all know that a worker, a daemon or a host is lost", 5,
         (_lab(""),), (_lab("--rounds 1"),),

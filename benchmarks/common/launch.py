@@ -74,6 +74,13 @@ def on_lab(
     return _run(launch, arguments, {**os.environ, **defaults, **meeting, **(variables or {})})
 
 
+def on_loopback(ranks: int, hosts: str, arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Does the same as `fusionrun`, with a daemon for each of `hosts`: addresses of loopback, with their slots."""
+    launch = ["-np", str(ranks), "-H", hosts, "--rsh-agent", "env H={host}"]
+    found: dict[str, Any] = _run(launch, arguments, {**environment(), **variables})
+    return found
+
+
 def on_hosts(
     hosts: int,
     rate: str | None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import allreduce, autotune, detection, elastic, encryption, recovery, startup, step, trace_tools
+from benchmarks import allreduce, autotune, cores, detection, elastic, encryption, recovery, startup, step, trace_tools
 from benchmarks import overlap as overlapping
 from benchmarks.common import tables
 from benchmarks.common.peers import DDP, HOROVOD
@@ -438,6 +438,11 @@ def encrypted(found: All) -> str:
     return table.markdown()
 
 
+def by_cores(found: All) -> str:
+    """Makes the table of all-reduces on this many processors, with the busiest thread."""
+    return cores.table(records(found, "cores")).markdown()
+
+
 def tuned(found: All) -> str:
     """Makes the table of settings that `--autotune` and `--auto` find."""
     return autotune.table(records(found, "autotune")).markdown()
@@ -476,6 +481,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "recovery-8": partial(losses, ranks=8),
     "recovery-samples": learned,
     "encryption": encrypted,
+    "cores": by_cores,
     "autotune": tuned,
     "elastic-changes": elastic_changes,
     "elastic-runs": elastic_runs,
