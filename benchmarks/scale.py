@@ -4,6 +4,7 @@
     python -m benchmarks.scale --quick
     python -m benchmarks.scale --validate
     python -m benchmarks.scale --control
+    python -m benchmarks.scale --processes 64
 
 Predictions are those of the model by which `--auto` and `fusion-trace whatif` predict (`fusion_rt.choice.step_model`).
 The cost of a worker's operation and of the codecs is measured on this machine in a few seconds; a message costs a
@@ -14,7 +15,8 @@ deviation): where all are waited for, the slowest one counts.
 `--validate` (root needed) measures all-reduces of 2 and 4 netlab hosts at 1 Gbit/s, 200 and 100 Mbit/s, and compares.
 All hosts are on one machine then, whose processors they share.
 
-`--control` measures the cost of control by the number of hosts instead (`benchmarks.control`).
+`--control` measures the cost of control by the number of hosts instead (`benchmarks.control`), and `--processes` runs
+jobs of many hosts as processes of this machine (`benchmarks.processes`).
 """
 
 from __future__ import annotations
@@ -307,9 +309,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--jitter", type=float, default=0.02, help="of computing (%(default)s)")
     parser.add_argument("--validate", action="store_true", help="also measure netlab hosts")
     parser.add_argument("--control", action="store_true", help="measure control, at --nodes hosts (8,64,256)")
+    parser.add_argument("--processes", metavar="HOSTS", help="run jobs of so many hosts on this machine, with commas")
     parser.add_argument("--quick", action="store_true", help="2, 16 and 256 nodes, few algorithms and codecs")
     parser.add_argument("--table", action="store_true", help="only show the results that there are")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"of results ({RESULTS}, control.json)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"of results ({RESULTS}, control.json, processes.json)"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
@@ -318,6 +323,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     if arguments.worker:
         worker([int(size) for size in arguments.worker.split(",")])
+        return
+    if arguments.processes:
+        from benchmarks import processes
+
+        processes.main([int(count) for count in arguments.processes.split(",")], arguments.out, arguments.table)
         return
     if arguments.control:
         from benchmarks import control

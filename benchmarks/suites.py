@@ -193,6 +193,10 @@ SUITES = {
         "the cost of control by the number of hosts, in virtual time", 20,
         (_part("--control"),), (_part("--control --nodes 4,8"),), "scale",
     ),
+    "processes": Suite(
+        "jobs of 8, 24 and 64 hosts as processes of this machine, with losses", 15,
+        (_part("--processes 8,24,64"),), (_part("--processes 3"),), "scale",
+    ),
     "tracing": Suite(
         "what recording costs: a step with it and without", 5,
         (_part(""),), (_part("--steps 2 --rounds 3"),),
