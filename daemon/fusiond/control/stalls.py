@@ -113,11 +113,11 @@ class Stalls:
             if wire.is_group(operation.key.process_set) and not operation.parts:
                 continue  # no rank waits for it here; nodes with ranks that wait see to it
             left = bool(operation.parts) and any(
-                r in operation.members.set.ranks and r not in operation.parts for r in departed
+                r in operation.members.set and r not in operation.parts for r in departed
             )
             yield _Wait(("operation", operation.key), operation.since, left, seconds=operation.seconds)
         for key, since, ranks in self._proposals.waits():
-            members = participants.members(key.process_set).set.ranks
+            members = participants.members(key.process_set).set
             yield _Wait(("plan", key), since, any(rank in members and rank not in ranks for rank in departed))
         for client in self._homes.waits.contributions():
             key = key_of(client.plan, client.bucket, client.home)
@@ -208,7 +208,7 @@ class Stalls:
         return found if key is None else [one for one in found if one.key == key]
 
     def _operation(self, operation: Operation, now: float, signed: bool = False) -> wire.Waiting:
-        away = () if operation.kind == "join" else self._context.participants.away(operation.members)
+        away = set(() if operation.kind == "join" else self._context.participants.away(operation.members))
         signature = None if operation.recipe is None else operation.recipe.signature
         what = operation.what + ("" if signature is None else f" ({describe(signature)})")
         ranks = sorted(operation.parts)

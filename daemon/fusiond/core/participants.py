@@ -183,7 +183,7 @@ class Participants:
 
     def awaited_nodes(self, members: Members) -> tuple[int, ...]:
         """Returns the nodes that have a member which is not away."""
-        away = self.away(members)
+        away = set(self.away(members))
         if not away:
             return members.nodes
         return tuple(
