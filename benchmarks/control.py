@@ -30,10 +30,10 @@ from unittest.mock import patch
 import numpy as np
 from msgspec.structs import replace
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import results
+from benchmarks.common import results, tables
 from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 from fusion_rt import wire
 from fusion_rt.core.cost import CostModel
 from fusion_rt.core.topology import Topology
@@ -43,11 +43,12 @@ from fusiond.control.negotiation import Coordinator
 from fusiond.core.participants import Participants
 from fusiond.live import figures
 from fusiond.live.rates import compare
-from fusiond.transport import mesh
+from fusiond.transport import distance, mesh
 from fusiond.transport.distance import ring_order
 from tests.fusiond.network_simulation import Network, VirtualWorker, job
 
 NAME = "control"
+DAEMONS, OF_PARTS, LOSSES = "whole daemons", "parts", "losses"  # kinds of records
 NODES = (8, 64, 256)
 HOSTS, RANKS = 1024, 8  # of the parts: hosts, and ranks on each
 PARTS_AT = (64, 256, HOSTS)
@@ -254,7 +255,7 @@ def whole_daemons(nodes: int) -> Record:
             _figure(f"{phase}: bytes of a daemon", "B", network.bytes[phase] / nodes, portable=True),
         ]
     details = {"longest": {phase: name for phase, (_, name) in network.longest.items()}}
-    setting: results.Setting = {"what": "whole daemons", "hosts": nodes}
+    setting: results.Setting = {"what": DAEMONS, "hosts": nodes}
     return Record(setting, measures, here, date, results.command_line(), details)
 
 
@@ -336,7 +337,7 @@ def losses(nodes: int) -> Record:
         Measure("until all know of a host that is cut off", "s", seconds, "all others", portable=True),
         Measure("daemons that fail for nothing", "1", alarms, "all others", portable=True),
     ]
-    return Record({"what": "losses", "hosts": nodes}, measures, here, date, results.command_line())
+    return Record({"what": LOSSES, "hosts": nodes}, measures, here, date, results.command_line())
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -427,7 +428,8 @@ def many_operations(hosts: int = 2) -> Longest:
 
 
 def measured_ring(hosts: int) -> Longest:
-    """Every node finds the order of a ring over measured links of two sites."""
+    """Every node finds the order of a ring over measured links of four sites; of 128 nodes at most."""
+    hosts = min(hosts, distance._MOST)
     choose = np.random.default_rng(0)
     sites = choose.integers(0, 4, hosts)
     costs = {}
@@ -473,7 +475,7 @@ def parts(hosts: int) -> Record:
         measures += [_figure(f"{name}: CPU", "s", took.total), _figure(f"{name}: longest callback", "s", took.longest)]
     if hosts == HOSTS:
         measures.append(_figure(f"{PENDING} operations pending on two nodes: CPU", "s", many_operations().total))
-    return Record({"what": "parts", "hosts": hosts}, measures, here, date, results.command_line())
+    return Record({"what": OF_PARTS, "hosts": hosts}, measures, here, date, results.command_line())
 
 
 def _figure(name: str, unit: str, value: float, portable: bool = False) -> Measure:
@@ -494,24 +496,63 @@ def main(nodes: Sequence[int], out: Path | None, only_table: bool) -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+def of(records: Sequence[Record], what: str) -> list[Record]:
+    """Returns the records of one kind, the fewest hosts first."""
+    chosen = [record for record in records if record.setting["what"] == what]
+    return sorted(chosen, key=lambda record: int(record.setting["hosts"]))
+
+
+def by_hosts(records: Sequence[Record], what: str, name: str) -> dict[int, float]:
+    """Returns a figure by the number of hosts."""
+    return {
+        int(record.setting["hosts"]): measure.samples["fusion_rt"][0]
+        for record in of(records, what)
+        for measure in record.measures
+        if measure.name == name
+    }
+
+
+def phases(records: Sequence[Record]) -> Table:
+    """Makes a table of the cost of each phase, by the number of hosts, with the exponent of N."""
+    hosts = ", ".join(str(record.setting["hosts"]) for record in of(records, DAEMONS))
+    figures = ("CPU of a daemon", "CPU of the coordinator", "longest callback", "messages of a daemon")
+    table = Table(["phase", *figures], title=f"whole daemons: {hosts} hosts, and the exponent of N")
+    for phase in PHASES:
+        table.add(phase, *(_cell(by_hosts(records, DAEMONS, f"{phase}: {name}"), name) for name in figures))
+    return table
+
+
+def large_parts(records: Sequence[Record]) -> Table:
+    """Makes a table of the cost of parts, by the number of hosts, with the exponent of N."""
+    hosts = ", ".join(str(record.setting["hosts"]) for record in of(records, OF_PARTS))
+    table = Table(["part", "CPU", "longest callback"], title=f"parts: {hosts} hosts of {RANKS} ranks")
+    for part in PARTS:
+        table.add(part, *(_cell(by_hosts(records, OF_PARTS, f"{part}: {name}"), name) for name in table.columns[1:]))
+    return table
+
+
+def found_losses(records: Sequence[Record]) -> Table:
+    """Makes a table of how soon a host that is cut off is known to all."""
+    table = Table(["hosts", "a daemon watches", "until all know, s", "daemons that fail for nothing"])
+    for record in of(records, LOSSES):
+        seconds, alarms = record.measures
+        for name, samples in seconds.samples.items():
+            known = "; ".join(f"{each:.2f}" for each in samples)
+            table.add(str(record.setting["hosts"]), name, known, f"{sum(alarms.samples[name]):.0f}")
+    return table
+
+
+def _cell(figures: Mapping[int, float], name: str) -> str:
+    """Formats a figure by the number of hosts; times in ms."""
+    unit, scale = ("", 1.0) if name.startswith("messages") else (" ms", 1e3)
+    values = ", ".join(tables.number(value * scale, 2) for value in figures.values())
+    grows = round(exponent(figures), 1) + 0.0  # not -0.0
+    return f"{values}{unit} ({grows:.1f})" if len(figures) > 1 else f"{values}{unit}"
+
+
 def show(records: Sequence[Record], console: Console) -> None:
-    """Prints each figure by the number of hosts, and the exponent of N that fits it."""
-    for what in dict.fromkeys(record.setting["what"] for record in records):
-        chosen = sorted((r for r in records if r.setting["what"] == what), key=lambda r: int(r.setting["hosts"]))
-        table = Table(title=str(what))
-        table.add_column("")
-        for column in (*(f"{record.setting['hosts']} hosts" for record in chosen), "exponent"):
-            table.add_column(column, justify="right")
-        for name in dict.fromkeys(measure.name for record in chosen for measure in record.measures):
-            by = {int(r.setting["hosts"]): m for r in chosen for m in r.measures if m.name == name}
-            values = {hosts: measure.samples["fusion_rt"][0] for hosts, measure in by.items()}
-            cells = [_cell(by[h]) if (h := int(record.setting["hosts"])) in by else "" for record in chosen]
-            table.add_row(name, *cells, f"{exponent(values):.2f}" if len(values) > 1 else "")
-        console.print(table)
-
-
-def _cell(measure: Measure) -> str:
-    value = measure.samples["fusion_rt"][0]
-    if measure.unit == "s":
-        return f"{value * 1e3:,.3g} ms"
-    return f"{value / 1024:,.1f} KiB" if measure.unit == "B" else f"{value:,.4g}"
+    """Prints all tables, and the memory of a daemon by the number of hosts."""
+    for table in (phases(records), large_parts(records), found_losses(records)):
+        table.show(console)
+    memory = by_hosts(records, DAEMONS, "memory of a daemon")
+    console.print("memory of a daemon:", ", ".join(f"{hosts} hosts {n / 2**20:.1f} MiB" for hosts, n in memory.items()))

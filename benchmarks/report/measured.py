@@ -6,7 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import allreduce, autotune, cores, detection, elastic, encryption, recovery, startup, step, trace_tools
+from benchmarks import (
+    allreduce,
+    autotune,
+    control,
+    cores,
+    detection,
+    elastic,
+    encryption,
+    recovery,
+    startup,
+    step,
+    trace_tools,
+)
 from benchmarks import overlap as overlapping
 from benchmarks.common import tables
 from benchmarks.common.peers import DDP, HOROVOD
@@ -458,6 +470,18 @@ def elastic_runs(found: All) -> str:
     return "\n\n".join(elastic.runs_table(record).markdown() for record in records(found, "elastic"))
 
 
+def control_phases(found: All) -> str:
+    return control.phases(records(found, control.NAME)).markdown()
+
+
+def control_parts(found: All) -> str:
+    return control.large_parts(records(found, control.NAME)).markdown()
+
+
+def control_losses(found: All) -> str:
+    return control.found_losses(records(found, control.NAME)).markdown()
+
+
 TABLES: dict[str, Callable[[All], str]] = {
     "machine": machine,
     "allreduce": allreduce_overview,
@@ -485,4 +509,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "autotune": tuned,
     "elastic-changes": elastic_changes,
     "elastic-runs": elastic_runs,
+    "control": control_phases,
+    "control-parts": control_parts,
+    "control-losses": control_losses,
 }

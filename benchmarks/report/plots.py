@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import allreduce, kfac, low_bandwidth, overlap, slow_network, step
+from benchmarks import allreduce, control, kfac, low_bandwidth, overlap, slow_network, step
 from benchmarks.common.peers import DDP
 from benchmarks.common.sampling import median, quartiles, ratio
 from benchmarks.report.measured import All, in_order, records, where
@@ -147,6 +147,20 @@ def spreads(axes: Any, found: All) -> None:
     axes.legend(fontsize=6, ncols=2)
 
 
+def control_by_hosts(axes: Any, found: All) -> None:
+    """Plots the processor time of a daemon, and of the coordinator, in phases of a job by the number of hosts."""
+    measured = records(found, "control")
+    for phase in ("start", "epoch", "plan", "idle"):
+        for whose, style in (("a daemon", "-"), ("the coordinator", "--")):
+            figures = control.by_hosts(measured, control.DAEMONS, f"{phase}: CPU of {whose}")
+            hosts, values = list(figures), [1e3 * value for value in figures.values()]
+            axes.plot(hosts, values, style, marker="o", markersize=3, label=f"{phase}, {whose}")
+    axes.set(xscale="log", yscale="log", xlabel="hosts", ylabel="ms of processor time")
+    axes.set_xticks(control.NODES, [str(nodes) for nodes in control.NODES])
+    axes.minorticks_off()
+    axes.legend(fontsize=6, ncols=2)
+
+
 PLOTS: dict[str, Callable[[Any, All], None]] = {
     "allreduce": allreduce_ratios,
     "step": step_times,
@@ -155,6 +169,7 @@ PLOTS: dict[str, Callable[[Any, All], None]] = {
     "gossip": spreads,
     "kfac": loss_by_steps,
     "low_bandwidth": low_bandwidth_losses,
+    "control": control_by_hosts,
 }
 
 
