@@ -34,6 +34,8 @@ class HandedSlot(Slot):
         given: the present one, 1-D, which the result replaces; None if there is none.
     """
 
+    __slots__ = ("given",)
+
     def __init__(self, owner: GradientHooks, named: Named) -> None:
         super().__init__(owner, named)
         self.given: torch.Tensor | None = None

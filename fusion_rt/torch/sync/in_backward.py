@@ -259,7 +259,7 @@ class InBackward(Schedule):
         sync.steps.begin()
         self._distrust()
         if closure is None and self.reduced and sync.idle and not self._is_left_out:
-            if self._clipping.saw:
+            if self._clipping.result is not None:
                 parameters = [slot.parameter for slot in sync.slots]
                 self._clipping.stepping(parameters, sync.checkpoint.codec, self.loss_scale)
             result = optimizer._step()
@@ -314,7 +314,7 @@ class InBackward(Schedule):
     def _separate(self) -> None:
         """Gives a gradient that lies in another parameter's place, where the script has put it, memory of its own: that
         place is written to before this gradient is sent."""
-        own = [slot for slot in self.sync.slots if slot.direct and slot.has_own()]
+        own = [slot for slot in self.sync.slots if slot.parameter.grad is not None and slot.direct and slot.has_own()]
         places = {slot.address for slot in self.sync.slots} if own else ()
         for slot in own:
             gradient = slot.parameter.grad

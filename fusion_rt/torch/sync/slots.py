@@ -17,6 +17,8 @@ import torch
 from fusion_rt.torch.core import device
 from fusion_rt.torch.sync.parameters import Named
 
+_current_node = torch._C._current_autograd_node
+
 
 class GradientHooks(Protocol):
     """An object that is told of gradients.
@@ -72,6 +74,14 @@ class Slot:
         guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """
 
+    # Hooks, and loops over all slots, read these when gradients have just gone through the caches. A dict would be
+    # several more cache lines; with more than thirty attributes, all of its own.
+    __slots__ = (
+        "_adds", "_after", "_before", "_beside", "_heard", "_last", "_noted", "_place", "_taken", "address", "bucket",
+        "closed", "compressed", "context", "direct", "guard", "kept", "moved", "name", "nbytes", "owner", "parameter",
+        "posted", "seen", "sparse", "start", "stream", "together", "velocity", "view",
+    )  # fmt: skip
+
     def __init__(self, owner: GradientHooks, named: Named) -> None:
         self.owner = owner
         self.name, self.parameter, self.together = named
@@ -94,36 +104,45 @@ class Slot:
         self.guard: Any = None
         self._taken: Callable[[], object] | None = None  # refers to the gradient that `take` has put into `p.grad`
         self._noted: tuple[torch.Tensor, int] | None = None  # `p.grad` with `kept` in it, and its version
-        self._hooks: list[Any] = []
+        self._heard: Any = None
+        self._last: Any = None
+        self._before: Any = None
         if not owner.hears or not self.parameter.requires_grad:
             return
         self._take_over()
-        self._hear(owner)
+        self._heard = self.parameter.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
+        self._beside = self._heard.hooks_dict_ref()
+        self._hear()
 
-    def _hear(self, owner: GradientHooks) -> None:
-        """Has autograd tell the owner of gradients.
-
-        That comes after the script's hooks, whenever these were made: those on the parameter
-        are part of the node that adds to `p.grad`, and of that node's own hooks this one is the last.
+    def _hear(self) -> None:
+        """Has autograd tell of gradients, after the script's hooks, whenever these were made: those on the parameter
+        are part of the node that adds to `p.grad`, and hooks of that node follow. This slot's is the last of them. On
+        the host it is only made where there is another.
         """
-        self._adds = self._node()
-        arrived = _arrived if device.layer.is_host(self.parameter) else _arrived_on_device
-        self._last = self._adds.register_hook(partial(arrived, self))
-        come_last = self.parameter.register_post_accumulate_grad_hook(self.come_last)  # type: ignore[no-untyped-call]
-        self._hooks = [self._last, come_last]
-        if owner.hears_before:
-            self._hooks.append(self._adds.register_prehook(partial(owner.arriving, self)))
+        node, device_is_host = self._node(), device.layer.is_host(self.parameter)
+        self._adds, self._last = node, None if device_is_host else node.register_hook(partial(_arrived_on_device, self))
+        empty = node.register_hook(_arrived)
+        self._after = empty.hooks_dict_ref()  # the script's appear there, too
+        empty.remove()
+        if self.owner.hears_before:
+            self._before = node.register_prehook(partial(self.owner.arriving, self))
 
-    def come_last(self, parameter: torch.Tensor) -> None:
-        """Called by autograd among the hooks of the parameter. Sees to it that the node that adds to `p.grad` now calls
-        this slot's hook, after all others that it has. (The parameter has a node of its own for each dtype and device.)
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """Called by autograd among the hooks of the parameter. If there is no other, the gradient has arrived. Else it
+        sees to it that the node that adds to `p.grad` now calls this slot's hook, after all others. (The parameter has
+        a node of its own for each dtype and device.)
         """
-        if torch._C._current_autograd_node() is not self._adds:
+        if _current_node() is not self._adds:
             self.follow()
             self.closed = False  # it is too late to tell which part of the sum has been reduced
-        hooks, own = self._last.hooks_dict_ref(), self._last.id
-        if len(hooks) > 1 and own in hooks:
-            hooks[own] = hooks.pop(own)
+        if self._last is None:
+            if len(self._beside) == 1 and not self._after:
+                self.owner.arrived(self)
+                return
+            self._last = self._adds.register_hook(partial(_arrived, self))
+        own = self._last.id
+        if len(self._after) > 1 and own in self._after:
+            self._after[own] = self._after.pop(own)
 
     def _node(self) -> Any:
         """Returns the node of autograd that adds to `p.grad`, which has no other owner."""
@@ -133,9 +152,9 @@ class Slot:
     def follow(self) -> None:
         """Follows a parameter that has become one of another dtype, or is on another device now: autograd adds to
         `p.grad` by another node then."""
-        if self._hooks and self._node() is not self._adds:
-            self.forget()
-            self._hear(self.owner)
+        if self._heard is not None and self._node() is not self._adds:
+            self._leave_node()
+            self._hear()
             self.guard = None
         for name in ("start", "velocity", "moved", "posted"):
             value = getattr(self, name)
@@ -143,8 +162,14 @@ class Slot:
 
     def forget(self) -> None:
         """Takes the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
+        if self._heard is not None:
+            self._heard.remove()
+            self._leave_node()
+
+    def _leave_node(self) -> None:
+        for hook in (self._last, self._before):
+            if hook is not None:
+                hook.remove()
 
     def reopen(self) -> None:
         """Lets autograd add to a gradient that has been reduced, and remembers that, which is not to be reduced again.
@@ -274,7 +299,7 @@ class Slot:
 
 
 def slots_of(parameter: torch.Tensor) -> list[Slot]:
-    """Returns the slots to which autograd tells of a parameter's gradient, by their `come_last` among its hooks."""
+    """Returns the slots to which autograd tells of a parameter's gradient, by their `accumulated` among its hooks."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return [owner for hook in hooks.values() if isinstance(owner := getattr(hook, "__self__", None), Slot)]
 

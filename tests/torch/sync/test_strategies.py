@@ -14,9 +14,9 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.torch.sync import active_plan, backward, parameters
-from fusion_rt.torch.sync.parameters import TrainedShards
+from fusion_rt.torch.sync.parameters import Named, TrainedShards
 from fusion_rt.torch.sync.scales.conversion import Units
-from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.slots import Slot, slots_of
 from fusion_rt.torch.sync.step_schedule import Schedule
 from fusiond.control.planning import make_plan
 from tests.for_each import for_each
@@ -120,13 +120,43 @@ def test_the_residual_of_a_parameter_whose_rate_is_0_stays_what_it_is() -> None:
     assert units.factors(slots) == (), "daemons are told once"
 
 
-@for_each(("hooks", "expected"), [([7, 1, 2], [1, 2, 7]), ([1, 7], [1, 7]), ([7], [7]), ([1, 2], [1, 2])])
-def test_the_hook_of_a_gradient_comes_after_all_others_unless_it_was_taken_off(
-    hooks: list[int], expected: list[int]
+@for_each(("before", "after"), [("", ""), ("parameter", ""), ("", "parameter"), ("node", ""), ("", "node node")])
+def test_a_gradient_arrives_once_in_each_pass_after_all_hooks_unless_its_own_was_taken_off(
+    before: str, after: str
 ) -> None:
-    slot: Any = object.__new__(Slot)
-    slot._adds = torch._C._current_autograd_node()  # which is that of the parameter
-    numbered = dict.fromkeys(hooks)
-    slot._last = SimpleNamespace(hooks_dict_ref=lambda: numbered, id=7)
-    slot.come_last(torch.empty(0))
-    assert list(numbered) == expected
+    parameter, order = torch.nn.Parameter(torch.zeros(2)), []
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+
+    def hook(kinds: str) -> None:
+        for kind in kinds.split():
+            register = node.register_hook if kind == "node" else parameter.register_post_accumulate_grad_hook
+            register(lambda *_: order.append("script"))
+
+    owner: Any = SimpleNamespace(hears=True, hears_before=False, arrived=lambda slot: order.append("arrived"))
+    hook(before)
+    slot = Slot(owner, Named("weight", parameter, 0))
+    hook(after)
+    expected = ["script"] * len((before + " " + after).split()) + ["arrived"]
+    for _ in range(3):
+        order.clear()
+        parameter.sum().backward()
+        assert order == expected
+    slot.forget()
+    order.clear()
+    parameter.sum().backward()
+    assert order == expected[:-1]
+
+
+def test_a_gradient_of_another_dtype_arrives_in_the_first_pass_that_has_it() -> None:
+    parameter, arrived = torch.nn.Parameter(torch.zeros(2)), []
+    owner: Any = SimpleNamespace(
+        hears=True, hears_before=True, arriving=lambda slot, gradients: None,
+        arrived=lambda slot: arrived.append(slot.parameter.grad.dtype),
+    )  # fmt: skip
+    slot = Slot(owner, Named("weight", parameter, 0))
+    parameter.sum().backward()
+    parameter.grad, parameter.data = None, parameter.data.double()
+    for _ in range(2):
+        parameter.sum().backward()
+    assert arrived == [torch.float32, torch.float64, torch.float64]
+    assert slot in slots_of(parameter)

@@ -30,18 +30,14 @@ class Clipping:
 
     Attributes:
         looks: it wants to know the lengths of this step.
+        result: the length of the last exchange's results, if it has looked; else None.
     """
 
     def __init__(self) -> None:
         self.looks = False
         self._exchanges, self._next = 0, _FIRST
         self._given: list[torch.Tensor] = []
-        self._result: torch.Tensor | None = None
-
-    @property
-    def saw(self) -> bool:
-        """True if it knows the lengths of the last exchange."""
-        return self._result is not None
+        self.result: torch.Tensor | None = None
 
     def given(self, parameters: Sequence[torch.Tensor]) -> None:
         """Takes the gradients of some parameters, before they are sent."""
@@ -49,7 +45,7 @@ class Clipping:
 
     def reduced(self, parameters: Sequence[torch.Tensor]) -> None:
         """Counts an exchange, and takes the results of all parameters if it looks."""
-        self._result = _length(_norms(parameters)) if self.looks else None
+        self.result = _length(_norms(parameters)) if self.looks else None
         self._exchanges += 1
         self.looks = self._exchanges == self._next
         if self.looks:
@@ -62,7 +58,7 @@ class Clipping:
             codec: that has sent the results.
             loss_scale: of the gradients as sent; the step's are without.
         """
-        result, given, self._result, self._given = self._result, self._given, None, []
+        result, given, self.result, self._given = self.result, self._given, None, []
         if result is None or not given:
             return
         times = float(result / _length(given))
