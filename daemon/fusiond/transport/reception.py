@@ -48,6 +48,7 @@ _WITH_PAYLOAD = (wire.Chunk, wire.Piece, wire.Probe)
 _STRANGERS_OF_HOST, _STRANGERS = 16, 64  # unauthenticated connections that are left open, from one host and in all
 _FRAMES = 2 + wire.MAX_MESSAGE // CONTROL_FRAME  # of a message that a stranger may send, its first one not counted
 _SHORT_HEAD, _LONG_HEAD = 2, 9  # bytes of ZMTP in front of a frame of less than 256 bytes, and of a longer one
+_LOOKS = 64  # connections that are looked at together: a system call for each
 _UNDER_WAY = 4  # times the credit of a connection, that may have arrived on it and not been taken
 _ANY_CREDIT = 128 * 1024 * 1024  # bytes, where it is not limited
 _BATCH = 32  # messages taken before other events get their turn, and seconds in which they are
@@ -189,6 +190,7 @@ class Inbox:
         self._pending: Pending[int] = Pending(_STRANGERS, _STRANGERS_OF_HOST)
         self._addresses: dict[int, Address] = {}  # of the pending ones
         self._taken: dict[int, int] = {}  # bytes of messages, by connection, where they are counted
+        self._to_look_at: deque[int] = deque()  # descriptors that `look` has still to look at, before it begins anew
         self._accepted_sockets = connections
         self._started = self._closed = False
         self._look_at(monitor, self._watch)  # from now on: the port is open to strangers before it is to peers
@@ -248,8 +250,13 @@ class Inbox:
             self._accepted_sockets.shut_down(descriptor, address)
 
     def look(self, most: int) -> None:
-        """Ends the connections on which `most` bytes more have arrived than messages were taken from them."""
-        for descriptor, address in (*self._peers.items(), *self._addresses.items()):
+        """Ends the connections on which `most` bytes more have arrived than messages were taken from them. Looks at
+        `_LOOKS` of them, each time the next ones, so that the cost does not grow with hosts."""
+        if not self._to_look_at:
+            self._to_look_at.extend((*self._peers, *self._addresses))
+        for _ in range(min(_LOOKS, len(self._to_look_at))):
+            descriptor = self._to_look_at.popleft()
+            address = self._peers.get(descriptor) or self._addresses.get(descriptor)
             arrived = self._accepted_sockets.arrived(descriptor, address) if address is not None else 0
             if arrived - self._taken.get(descriptor, 0) > most:
                 self.end(descriptor)

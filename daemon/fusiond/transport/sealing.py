@@ -127,7 +127,8 @@ class Sealer:
 
     def sealing(self, serial: int, body: bytes, payload: bytes | memoryview) -> Callable[[], Frames]:
         """Returns a function that does what `seal` does, which any thread may call."""
-        assert serial > self._last, "a nonce would be used twice"
+        if serial <= self._last:  # not an assertion, which `python -O` leaves out
+            raise RuntimeError(f"message {serial} after {self._last} would use a nonce twice")
         self._last = serial
         return partial(self._seal, self._keys.cipher(self._number, serial), serial, body, payload)
 

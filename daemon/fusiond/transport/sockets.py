@@ -56,9 +56,8 @@ _MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECTED | zmq.EVENT_
 
 Socket = zmq.Socket[bytes]
 RunJobs: TypeAlias = Callable[[Sequence[Callable[[], None]], Callable[[BaseException | None], None]], None]
-LANE_FROM = (
-    128 * 1024
-)  # bytes of payload; less is sealed and opened at once, where a thread's hand-over would cost more
+LANE_FROM = 128 * 1024
+"""Bytes of payload from which on threads seal and open it: their hand-over costs more than that of shorter ones."""
 
 
 class Sockets:
