@@ -11,7 +11,8 @@ does: the arenas, which the workers have mapped, too, are shared; the rest is th
 
 With `--parameters` a model of so many parameters (float32, matrices of 2048 x 2048) is trained on two hosts of this
 machine (network namespaces, root needed), with SGD and random gradients: with each codec, and with each algorithm. The
-memory of workers and daemons is read from the kernel after the second step and after the last, and sampled in between.
+memory of workers and daemons is read from the kernel after the second exchange and after the last step, and sampled in
+between.
 It is split into memory of the process alone and arenas, which both have mapped, and given in units of the model (4
 bytes for each parameter), without the memory that the process had before there was a model. The longest callback is
 that of the daemons' event loops: no heartbeat leaves meanwhile.
@@ -41,7 +42,7 @@ STEPS = 5
 SETTLE_S = 1.0  # between the last operation and the watch
 SAMPLE_S = 0.05  # between two looks at memory
 MATRIX = 2048
-WARM = 2  # steps, after which memory should not grow any more
+WARM = 2  # exchanges, after which memory should not grow any more
 CODECS = "dense,fp16,bf16,topk,gaussiank,thresholdk,randomk,demo,int8,int4,int2,onebit,powersgd"
 ALGORITHMS = (
     "bsp;ssp;asp;hogwild;softsync;dc_asgd;partial;collaborative;easgd(steps=2);ea_wild(steps=2);dpsgd;sgp;adpsgd;"
@@ -167,6 +168,7 @@ def train(parameters: int, codec: str, algorithm: str, steps: int) -> None:
     import torch
 
     import fusion_rt.torch as hvd
+    from fusion_rt import algorithms
 
     class Signal(torch.autograd.Function):
         """A number that depends on a parameter, with random gradients."""
@@ -196,6 +198,7 @@ def train(parameters: int, codec: str, algorithm: str, steps: int) -> None:
     named = [(f"layer{index}", layer) for index, layer in enumerate(layers)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers, 1e-3), named, compression=codec, algorithm=algorithm)
     early: list[int] = []
+    warm, cpu = WARM * algorithms.parse(algorithm).period, 0.0
     seconds: list[float] = []
     with sampled(peaks):
         for step in range(steps):
@@ -204,9 +207,10 @@ def train(parameters: int, codec: str, algorithm: str, steps: int) -> None:
             torch.stack([Signal.apply(layer) for layer in layers]).sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             seconds.append(time.perf_counter() - began)
-            if step + 1 in (WARM, steps):
+            if step + 1 in (warm, steps):
                 hvd.barrier()
-                early = early or [peak.look() for peak in peaks]
+            if step + 1 == warm:
+                early, cpu = [peak.look() for peak in peaks], launch.cpu_seconds(daemon)
     hvd.barrier()
     model = 4 * parameters
     late, status = [peak.look() for peak in peaks], launch.daemon()
@@ -220,6 +224,7 @@ def train(parameters: int, codec: str, algorithm: str, steps: int) -> None:
         "daemon, at most": (peaks[1].nbytes - before[1]) / model,
         "daemon beyond the arenas": float(peaks[1].nbytes + resident(daemon)["File"]),
         "growth": float(late[1] - early[1]),
+        "cpu": (launch.cpu_seconds(daemon) - cpu) / (steps - warm),
         "longest callback": max(callbacks.values(), default=0.0),
         "step": sorted(seconds[1:])[len(seconds[1:]) // 2],
     }
@@ -239,7 +244,7 @@ def collect_model(parameters: int, codec: str, algorithm: str, steps: int) -> Re
         Measure(name, unit, {OURS: results.rounded([found[name]])}, portable=unit != "s")
         for name, unit in MEASURES.items()
     ]
-    details = {"growth": found["growth"], "callback": found["callback"], "steps": steps}
+    details = {name: found[name] for name in ("growth", "cpu", "callback")} | {"steps": steps}
     setting: Setting = {"parameters": parameters, "codec": codec, "algorithm": algorithm}
     return Record(setting, measures, here, date, results.command_line(), details)
 

@@ -66,7 +66,7 @@ def _daemon(algorithm: Algorithm, codec: Codec, nodes: int, workers: int, ranks:
         return codec.memory()
     state = optimizer if algorithm.steps_at_home else 0.0
     copies = algorithm.home_copies(ranks) + state
-    if algorithm.at_shards:  # each node has its share of them, and the contributions of a clock that others have sent
-        told = 0.0 if codec.lossless else 2.0 * ranks
-        return (copies + told + ranks - workers) / nodes + workers * codec.memory()
-    return workers * (copies + 2.0 + codec.memory())  # of two neighbours that are ahead, the contributions wait there
+    if algorithm.at_shards:  # each node has its share of them; and of ranks elsewhere a contribution, and their values
+        elsewhere = (ranks - workers) * (1.0 if codec.lossless else 2.0)
+        return (copies + elsewhere) / nodes + workers * codec.memory() * (nodes - 1) / nodes
+    return workers * (copies + 2.0)  # of two neighbours that are ahead, the contributions wait there

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fusion_rt.core import spec_parser
+from fusion_rt.core import scratch, spec_parser
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.errors import FusionError
 from fusion_rt.kernels.team import ALONE, Team
@@ -280,7 +280,7 @@ class BucketCodec(ABC):
         Raises:
             CodecError: this is no payload for that many elements.
         """
-        out = np.empty(count, self.layout.dtype.storage)
+        out = scratch.empty(count, self.layout.dtype.storage)
         self.decode(start, payload, out)
         return out
 

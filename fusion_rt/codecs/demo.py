@@ -28,6 +28,7 @@ from fusion_rt.codecs.packing import Selection, Spans
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules
 from fusion_rt.codecs.worker_selection import Shape
+from fusion_rt.core import scratch
 from fusion_rt.kernels import cosines, cpu, selection
 from fusion_rt.kernels.selection import Memory, Range, prepare_chunks, take_of_chunks
 from fusion_rt.kernels.team import ALONE, Team
@@ -57,7 +58,7 @@ class DemoBucket(SelectingBucketCodec):
     def write(self, selected: Selection, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         """Keeps a part of a result until it is complete."""
         if self._sums is None:
-            self._sums = np.zeros(self.layout.elements, np.float32)
+            self._sums = scratch.zeros(self.layout.elements, np.float32)
         selection.put(selected.indices, selected.values, self._sums)
         self.dense.scatter(selected.dense, selected.low, self._sums[selected.low : selected.high])
 
@@ -66,7 +67,7 @@ class DemoBucket(SelectingBucketCodec):
 
     def complete(self, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         sums, self._sums = self._sums, None
-        wide = outputs[0] if self.layout.dtype == F32 else np.empty(self.layout.elements, np.float32)
+        wide = outputs[0] if self.layout.dtype == F32 else scratch.empty(self.layout.elements, np.float32)
         for low, high in self._plain.ranges:
             wide[low:high] = 0 if sums is None else sums[low:high]
         for span in self._transformed:

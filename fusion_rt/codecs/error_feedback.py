@@ -11,6 +11,7 @@ import numpy as np
 
 from fusion_rt.codecs.base import Array, BucketCodec, Codec, CodecError, Layout
 from fusion_rt.codecs.tensor_rules import joined
+from fusion_rt.core import scratch
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu, selection
 from fusion_rt.kernels.selection import Range
@@ -72,7 +73,8 @@ class FeedbackBucketCodec(BucketCodec):
         super().__init__(layout, codec, team)
         if not codec.applies_to(layout.dtype):
             raise CodecError(f"the codec {codec.name} is for floating types, not for {layout.dtype}")
-        self._residual: Array = np.zeros(layout.elements, np.float32)
+        self._keeps = getattr(codec, "feedback", True)
+        self._unsent: Array | None = np.zeros(layout.elements, np.float32) if self._keeps else None
         self._velocity: Array | None = np.zeros(layout.elements, np.float32) if velocity else None
         self._ranges: tuple[Range, ...] = joined([(s.start, s.end) for s in layout.spans if s.numel])
         self._seconds = 0.0  # that contributions took
@@ -80,6 +82,23 @@ class FeedbackBucketCodec(BucketCodec):
         selection.prepare()
         if layout.dtype != F32:
             cpu.prepare([], [(layout.dtype, F32), (F32, layout.dtype)])
+
+    @property
+    def _residual(self) -> Array:
+        """The residual; of a codec without feedback, zeros in scratch memory until the end of a step."""
+        unsent = self._unsent
+        if unsent is None:
+            unsent = self._unsent = scratch.zeros(self.layout.elements, np.float32)
+        return unsent
+
+    @_residual.setter
+    def _residual(self, values: Array) -> None:
+        self._unsent = values
+
+    def _lose_rest(self) -> None:
+        """Without feedback, the rest of a step is lost."""
+        if not self._keeps:
+            self._unsent = None
 
     @np.errstate(over="ignore", invalid="ignore")
     def give_back(self, start: int, values: Array) -> None:

@@ -33,6 +33,7 @@ from fusion_rt.codecs.error_feedback import F32, FeedbackBucketCodec, FeedbackCo
 from fusion_rt.codecs.factoring import FactoringBucketCodec, FactoringCodec
 from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.tensor_rules import TensorRules, joined
+from fusion_rt.core import scratch
 from fusion_rt.kernels import cpu, low_rank, selection
 from fusion_rt.kernels.random_bits import key, uniform
 from fusion_rt.kernels.selection import NOTHING, Memory, Range, collect_shares, share
@@ -142,7 +143,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         self._enter("finish", total, self.second_elements)
         began = time.perf_counter()
         self._conclude(total)
-        wide = outputs[0] if self.layout.dtype == F32 else np.empty(self.layout.elements, np.float32)
+        wide = outputs[0] if self.layout.dtype == F32 else scratch.empty(self.layout.elements, np.float32)
         self._write(self._left, self._whole, total, wide)
         if scale != 1.0 or divisor != 1:
             cpu.reduce("sum", F32, [wide], [wide], postscale=scale, divisor=divisor)

@@ -32,6 +32,7 @@ from fusion_rt.codecs.error_feedback import F32, FeedbackBucketCodec, FeedbackCo
 from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules
+from fusion_rt.core import scratch
 from fusion_rt.kernels import cpu, selection
 from fusion_rt.kernels.quantisation import Draw, Quantiser
 from fusion_rt.kernels.selection import NOTHING, Found, Memory, Range
@@ -155,8 +156,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         gradient = self._as_float32(values)
         memory = Memory(self._residual[part], gradient, velocity, codec.momentum, codec.nesterov, decay=codec.decay)
         selection.withdraw(memory, _from(portion.low, self._all.within(portion.low, portion.high)))
-        if not codec.feedback:
-            self._residual[part] = 0
+        self._lose_rest()
 
     def missing(self) -> Quantised:
         return self._missing(0, self.layout.elements)
@@ -289,6 +289,8 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             residual[a:b] = 0
         records = self._round(residual, gradient, low, CONTRIBUTION, memory)
         self.spoiled = memory.spoiled
+        if high == self.layout.elements:
+            self._lose_rest()
         return Quantised(low, high, records, dense)
 
     def _round(self, values: Array, gradient: Array | None, low: int, what: int, memory: Memory | None = None) -> Array:
@@ -297,7 +299,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         Args:
             memory: is spoiled where a part of the gradient could not be added.
         """
-        records = np.empty(self._records_nbytes(low, low + len(values)), np.uint8)
+        records = scratch.empty(self._records_nbytes(low, low + len(values)), np.uint8)
         block, draw = self.codec.block, self._draw(what)
 
         def work(a: int, b: int, first: int, end: int) -> None:
@@ -316,7 +318,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         """The elements of a portion, with zeros for padding; those of a `Total` are not a copy."""
         if isinstance(portion, Total):
             return portion.values
-        values = np.empty(portion.high - portion.low, np.float32)
+        values = scratch.empty(portion.high - portion.low, np.float32)
         self._expand(portion, values)
         return values
 

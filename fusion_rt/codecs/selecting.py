@@ -32,6 +32,7 @@ from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules, joined
 from fusion_rt.codecs.values import FORMATS, format_of_whole
 from fusion_rt.codecs.worker_selection import Shape, Tray, WorkerSelectedBucketCodec, is_selected_from, left
+from fusion_rt.core import scratch
 from fusion_rt.kernels import coding, cpu, selection
 from fusion_rt.kernels.selection import NOTHING, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
@@ -210,8 +211,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         sent_always = self._whole.rounded(always)
         self.dense.scatter(left(always, sent_always), 0, self._residual)
         selected = Selection(0, self.layout.elements, indices, sent, sent_always, self.step)
-        if not self.codec.feedback:
-            self._residual[:] = 0
+        self._lose_rest()
         self._count_step(selected, ks, began)
         return selected
 
@@ -223,8 +223,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
             indices, velocities = self._masked
             selection.put(indices, velocities, self._velocity)
         selection.withdraw(self._memory(self._widened(values)), self._ranges)
-        if not self.codec.feedback:
-            self._residual[:] = 0
+        self._lose_rest()
 
     def missing(self) -> Selection:
         first = np.array([group.ranges[0][0] for group in self._groups], np.int32)
@@ -281,7 +280,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
 
     def expand(self, selected: Selection, out: Array) -> None:
         """Writes a selection as an array of all elements of its range, of the bucket's storage dtype."""
-        wide = out if self.layout.dtype == F32 else np.empty(selected.high - selected.low, np.float32)
+        wide = out if self.layout.dtype == F32 else scratch.empty(selected.high - selected.low, np.float32)
         wide[:] = 0
         selection.put(selected.indices, selected.values, wide, selected.low)
         within = Spans(

@@ -19,9 +19,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
-import numpy as np
-
 from fusion_rt.codecs.base import Array, BucketCodec, CodecError
+from fusion_rt.core import scratch
 
 Portion: TypeAlias = Any
 """Values of a range of the bucket, as receivers will have them, in a form of the codec's own; such as a `Selection`."""
@@ -92,7 +91,7 @@ class SummingBucketCodec(BucketCodec):
 
     def tell(self, values: Array) -> tuple[memoryview, Array]:
         portion = self.contribute(values)
-        told: Array = np.zeros(len(values), self.layout.dtype.storage)
+        told = scratch.zeros(len(values), self.layout.dtype.storage)
         self.write(portion, [told], 1.0, 1)
         self.complete([told], 1.0, 1)
         return self.pack(portion, 0, len(values)), told

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fusion_rt.core import scratch
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels.machine_code import MAX, MIN, PRODUCT, REQUEST, SUM, MachineCode, cache_folders
 
@@ -169,7 +170,7 @@ def converted(source: Array, source_dtype: DType, target_dtype: DType) -> Array:
     as `convert`."""
     if source_dtype == target_dtype:
         return source
-    target = np.empty(len(source), target_dtype.storage)
+    target = scratch.empty(len(source), target_dtype.storage)
     convert(source, source_dtype, target, target_dtype)
     return target
 

@@ -89,6 +89,18 @@ def test_homes_keep_what_their_algorithm_says(algorithm: str, records: float) ->
     assert copies <= needs(spec, codecs.parse("dense"), 2).daemon
 
 
+@pytest.mark.parametrize("codec", ["topk", "int8"])
+def test_homes_keep_nothing_for_codecs_that_remember_nothing(codec: str, records: float) -> None:
+    """Choco has x, and the copies of it and of its neighbour: Q(x - x^) leaves nothing that is sent later."""
+    kept("choco", codec)
+    assert kept("choco", codec) - records == pytest.approx(3.0, abs=CLOSE)
+    # Half of the shards, what the other node's rank was told of these, and the residual of its own worker's gradients
+    # to the other half.
+    kept("asp", codec)
+    assert kept("asp", codec) - records == pytest.approx(1.5, abs=CLOSE)
+    assert needs(algorithms.parse("asp"), codecs.parse(codec), 2).daemon == 1.5 + 0.5  # a contribution that waits
+
+
 def test_on_one_host_daemons_keep_nothing() -> None:
     assert needs(algorithms.parse("allreduce"), codecs.parse("topk"), 1, workers=4).daemon == 0
 

@@ -77,14 +77,13 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
         return self.spec.grace * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
 
     def _step(self, home: Home, now: float) -> Iterator[Step]:
-        kind = home.dtype.storage.type
         home.scratch.pop("window", None)
         parts = [part for _, part in sorted(home.slots.pop(0).items())]
         learners = home.present | {part.rank for part in parts}
         total = math.fsum(part.samples for part in parts) * len(learners) / len(parts)
-        change: Array = np.zeros(home.elements, home.dtype.storage)
+        change = home.zeros()
         for part in parts:
-            change += part.values * kind(part.samples / total)
+            change += home.scaled(part.values, part.samples / total)
         self.apply(home, combined(parts, change))
         home.scratch["steps"] = np.append(home.scratch.get("steps", np.zeros(0)), now)[-_REMEMBERED:]
         for part in parts:
@@ -98,7 +97,10 @@ class Decoupled(HomeAlgorithm[algorithms.Decoupled]):
         velocity = home.aux.setdefault("velocity", np.zeros(home.elements, home.dtype.storage))
         velocity *= kind(momentum)
         velocity += part.values
-        home.value -= kind(rate) * (part.values + kind(momentum) * velocity)
+        move = home.scaled(velocity, momentum)
+        move += part.values
+        move *= kind(rate)
+        home.value -= move
         home.updated()
 
     def reseeded(self, home: Home) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from fusion_rt import algorithms
 from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step, combined
 from fusiond.algorithms.ordered import Ordered
@@ -17,7 +19,7 @@ class EASGD(HomeAlgorithm[algorithms.EASGD]):
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         difference = _difference(home, part, self.spec.alpha or 0.9 / self.ranks)
         self.apply(home, combined([part], difference))
-        yield Answer(part, -difference, added=True)
+        yield Answer(part, np.negative(difference, out=home.empty()), added=True)
 
     def change(self, home: Home, part: Contribution) -> None:
         _add(home, part)
@@ -34,7 +36,7 @@ class SynchronousEASGD(Ordered[algorithms.EASGD]):
         differences = [_difference(home, part, self.spec.alpha or 0.9 / self.ranks) for part in parts]
         self.apply(home, combined(parts, home.mean(differences, 1)))
         for part, difference in zip(parts, differences, strict=True):
-            yield Answer(part, -difference, added=True)
+            yield Answer(part, np.negative(difference, out=home.empty()), added=True)
 
     def change(self, home: Home, part: Contribution) -> None:
         _add(home, part)
@@ -56,6 +58,6 @@ def _add(home: Home, part: Contribution) -> None:
 def _difference(home: Home, part: Contribution, alpha: float) -> Array:
     """Returns alpha (x_i - x)."""
     assert home.value is not None
-    difference: Array = part.values - home.value
+    difference: Array = np.subtract(part.values, home.value, out=home.empty())
     difference *= home.dtype.storage.type(alpha)
     return home.tell(difference)[1]  # so that the home moves by the same values as the worker

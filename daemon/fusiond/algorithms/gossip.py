@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from fusion_rt import algorithms
-from fusion_rt.core import mixing
+from fusion_rt.core import mixing, scratch
 from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Spec, Step, begin_anew
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
@@ -139,11 +139,12 @@ class Averaging(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
         return Send(receivers, "mix", told, part.clock, payload=payload)
 
     def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
-        kind = home.dtype.storage.type
         told = home.scratch.pop("told", own.values)
-        change: Array = np.zeros(home.elements, home.dtype.storage)
+        change, difference = home.zeros(), home.empty()
         for part, weight in parts:
-            change += kind(weight) * (part.values - told)
+            np.subtract(part.values, told, out=difference)
+            difference *= home.dtype.storage.type(weight)
+            change += difference
         return Answer(own, change, added=True)
 
     def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
@@ -172,12 +173,13 @@ class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
     def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         assert home.value is not None
         known = home.aux.pop("z", None)  # to its worker
-        home.value = part.values + (home.value - (_z(home) if known is None else known))
+        home.value -= _z(home) if known is None else known
+        home.value += part.values
         return self._push(home, part.clock, receivers)
 
     def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         if "z" not in home.aux:
-            home.aux["z"] = _z(home)
+            home.aux["z"] = home.copy(_z(home))
         return self._push(home, part.clock, receivers)
 
     def _push(self, home: Home, clock: int, receivers: list[int]) -> Send:
@@ -185,15 +187,17 @@ class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
         assert home.value is not None
         share = sum(weight for rank, weight in self.graph.outgoing(home.rank, clock) if rank in receivers)
         omega = float(home.aux["omega"][0])
-        payload, told = home.tell(home.copy(home.value))
-        home.value -= told * home.dtype.storage.type(share)
+        payload, told = home.tell(scratch.copied(home.value))
+        home.value -= home.scaled(told, share)
         home.aux["omega"][0] = omega * (1.0 - share)
         return Send(receivers, "mix", told, clock, omega, payload)
 
     def mixed(self, home: Home, own: Contribution, parts: _Parts) -> Answer:
         self.passed(home, parts)
         home.aux.pop("z", None)
-        return Answer(own, _z(home) - own.values, added=True, weight=float(home.aux["omega"][0]))
+        change = _z(home)
+        change -= own.values
+        return Answer(own, change, added=True, weight=float(home.aux["omega"][0]))
 
     def passed(self, home: Home, parts: _Parts) -> None:
         for part, weight in parts:
@@ -203,12 +207,12 @@ class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
         if part.kind == "mix":
             weight = dict(self.graph.incoming(home.rank, part.clock)).get(part.rank, 0.0)
             if "z" not in home.aux:
-                home.aux["z"] = _z(home)
+                home.aux["z"] = home.copy(_z(home))
             self._take(home, part, weight)
 
     def _take(self, home: Home, part: Contribution, weight: float) -> None:
         assert home.value is not None
-        home.value += home.dtype.storage.type(weight) * part.values
+        home.value += home.scaled(part.values, weight)
         home.aux["omega"][0] += weight * part.weight
 
     def asked(self, home: Home, part: Contribution) -> Answer:
@@ -217,9 +221,9 @@ class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
 
 
 def _z(home: Home) -> Array:
-    """Returns x / omega."""
+    """Returns x / omega, in scratch memory."""
     assert home.value is not None
-    z: Array = home.value / home.dtype.storage.type(home.aux["omega"][0])
+    z: Array = np.divide(home.value, home.dtype.storage.type(home.aux["omega"][0]), out=home.empty())
     return z
 
 
@@ -239,7 +243,8 @@ class Choco(Gossip[algorithms.Choco]):
         home.aux = {key: value for key, value in home.aux.items() if not key.startswith(_COPY)}
 
     def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        home.value = home.copy(part.values)
+        assert home.value is not None
+        np.copyto(home.value, part.values)
         if "owed" in home.aux:
             home.value += home.aux["owed"]
         return self._difference(home, part.clock, receivers)
@@ -253,9 +258,9 @@ class Choco(Gossip[algorithms.Choco]):
         name = _copy_of(home.rank)
         if name not in home.aux:
             home.aux[name] = home.copy(home.value)
-            own = home.copy(home.value).view(np.uint8)  # while `tobytes` copies, no other thread does anything
+            own = scratch.copied(home.value).view(np.uint8)  # while `tobytes` copies, no other thread does anything
             return Send(receivers, "whole", home.aux[name], clock, payload=own.data)
-        payload, told = home.tell(home.value - home.aux[name])
+        payload, told = home.tell(np.subtract(home.value, home.aux[name], out=home.empty()))
         home.aux[name] += told
         return Send(receivers, "mix", told, clock, payload=payload)
 
@@ -265,19 +270,23 @@ class Choco(Gossip[algorithms.Choco]):
 
     def passed(self, home: Home, parts: _Parts) -> None:
         assert home.value is not None
-        change: Array = np.zeros(home.elements, home.dtype.storage)
+        change, difference = home.zeros(), home.empty()
         for part, weight in parts:
             name = _copy_of(part.rank)
             if part.kind == "whole":
                 home.aux[name] = home.copy(part.values)
             else:
                 home.aux[name] += part.values
-            change += home.dtype.storage.type(weight) * (home.aux[name] - home.aux[_copy_of(home.rank)])
+            np.subtract(home.aux[name], home.aux[_copy_of(home.rank)], out=difference)
+            difference *= home.dtype.storage.type(weight)
+            change += difference
         assert home.codec is not None
         for low, high, contraction in home.codec.contractions():
             change[low:high] *= self.spec.gamma or self.spec.step(contraction, self.ranks)
         home.value += change
-        home.aux["owed"] = change + home.aux["owed"] if "owed" in home.aux else change
+        if "owed" in home.aux:
+            change += home.aux["owed"]
+        home.aux["owed"] = change
 
     def asked(self, home: Home, part: Contribution) -> Answer:
         return Answer(part, home.aux.get("owed", np.zeros(home.elements, home.dtype.storage)), added=True)

@@ -20,6 +20,7 @@ import numpy as np
 
 from fusion_rt import algorithms, wire
 from fusion_rt.codecs.base import BucketCodec
+from fusion_rt.core import scratch
 from fusion_rt.core.dtypes import DType
 from fusion_rt.core.errors import WireError
 from fusion_rt.kernels import cpu
@@ -209,13 +210,26 @@ class Home:
             self.optimizer.load({k.removeprefix(prefix): v for k, v in entries.items() if k.startswith(prefix)})
 
     def copy(self, values: Array) -> Array:
-        """Returns a copy of values, in the type of the home."""
+        """Returns a copy of values, in the type of the home, to be kept."""
         kept: Array = np.array(values, self.dtype.storage)
         return kept
 
+    def empty(self) -> Array:
+        """Returns scratch memory for as many elements as the home has."""
+        return scratch.empty(self.elements, self.dtype.storage)
+
+    def zeros(self) -> Array:
+        """Returns as many zeros as the home has elements, in scratch memory."""
+        return scratch.zeros(self.elements, self.dtype.storage)
+
+    def scaled(self, values: Array, factor: float) -> Array:
+        """Returns values times a factor, which is rounded to their type first, in scratch memory."""
+        scaled: Array = np.multiply(values, self.dtype.storage.type(factor), out=self.empty())
+        return scaled
+
     def mean(self, values: Sequence[Array], divisor: int) -> Array:
         """Returns the sum of values, in this order, divided."""
-        total: Array = np.empty(self.elements, self.dtype.storage)
+        total = self.empty()
         cpu.reduce("sum", self.dtype, values, [total], divisor=divisor)
         return total
 

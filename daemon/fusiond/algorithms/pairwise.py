@@ -50,13 +50,14 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
         return self._partners[home.rank] if part.kind == "post" and home.rank % 2 else (part.rank,)
 
     def _posted(self, home: Home, part: Contribution) -> Iterator[Step]:
-        changes = home.aux.pop("changes", None)
-        home.value = home.copy(part.values)
-        if changes is None:
-            changes = np.zeros(home.elements, home.dtype.storage)
-        else:
+        assert home.value is not None
+        changes = home.aux.get("changes")
+        np.copyto(home.value, part.values)
+        if changes is not None:
             home.value += changes
-        yield Answer(part, changes, added=True)
+        yield Answer(part, home.zeros() if changes is None else changes, added=True)
+        if changes is not None:  # which have been copied to where they go
+            changes[:] = 0
         partners = [rank for rank in self._partners[home.rank] if rank in home.present]
         if home.rank % 2 and partners and "asked" not in home.scratch:
             asked = partners[part.clock % len(partners)]
@@ -67,9 +68,10 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
     def _average(self, home: Home, part: Contribution) -> Iterator[Step]:
         """A passive home's part: both move to their mean."""
         assert home.value is not None
-        half = (home.value - part.values) / home.dtype.storage.type(2)
+        half = np.subtract(home.value, part.values, out=home.empty())
+        half /= home.dtype.storage.type(2)
         payload, told = home.tell(half)
-        self._change(home, -told)
+        self._change(home, np.negative(told, out=home.empty()))
         yield Send([part.rank], "mean", told, part.clock, payload=payload)
 
     def _change(self, home: Home, change: Array) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
+from fusion_rt.core import scratch
 from fusion_rt.core.errors import FusionError
 
 Array = npt.NDArray[Any]
@@ -60,10 +61,14 @@ class PlainSGD(ShardOptimizer):
     def step(self, gradient: Array, rates: Sequence[float]) -> None:
         kind = self._value.dtype.type
         if len(set(rates)) == 1:
-            self._value -= kind(rates[0]) * gradient
+            self._move(0, len(self._value), kind(rates[0]), gradient)
             return
         for begin, end, group in self._spans:
-            self._value[begin:end] -= kind(rates[group]) * gradient[begin:end]
+            self._move(begin, end, kind(rates[group]), gradient)
+
+    def _move(self, begin: int, end: int, rate: np.generic, gradient: Array) -> None:
+        part = gradient[begin:end]
+        self._value[begin:end] -= np.multiply(rate, part, out=scratch.empty(len(part), part.dtype))
 
 
 class TorchOptimizer(ShardOptimizer):

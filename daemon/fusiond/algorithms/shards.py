@@ -64,8 +64,7 @@ class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
         stale = home.version - part.version
         if not self.spec.aware or stale <= 1:
             return part.values
-        divided: Array = part.values / stale
-        return divided
+        return np.divide(part.values, stale, out=home.empty())
 
 
 class SSP(ASP):
@@ -111,7 +110,7 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
         total += part.values
         count += part.samples
         if count[0] >= self.target():
-            home.step(total / home.dtype.storage.type(count[0]), part.rates)
+            home.step(np.divide(total, home.dtype.storage.type(count[0]), out=home.empty()), part.rates)
             total[:], count[:] = 0, 0
 
     def reseeded(self, home: Home) -> None:
@@ -138,8 +137,7 @@ class Softsync(Collecting):
 
     def weighted(self, home: Home, part: Contribution) -> Array:
         stale = max(home.version - part.version, 1)
-        weighted: Array = part.values / stale if self.spec.aware else part.values
-        return weighted
+        return np.divide(part.values, stale, out=home.empty()) if self.spec.aware else part.values
 
     def counts(self, part: Contribution) -> int:
         return 1
@@ -154,8 +152,7 @@ class Collaborative(Collecting):
     spec: algorithms.Collaborative
 
     def weighted(self, home: Home, part: Contribution) -> Array:
-        weighted: Array = part.values * home.dtype.storage.type(part.samples)
-        return weighted
+        return home.scaled(part.values, part.samples)
 
     def counts(self, part: Contribution) -> int:
         return part.samples
@@ -192,12 +189,18 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
         if spec.adaptive:
             square = home.aux.setdefault("square", np.zeros(home.elements, home.dtype.storage))
             square *= kind(spec.decay)
-            square += kind(1 - spec.decay) * g * g
-            strength = kind(spec.variance) / np.sqrt(square + kind(1e-7))
+            added = home.scaled(g, 1 - spec.decay)
+            added *= g
+            square += added
+            np.add(square, kind(1e-7), out=added)
+            strength = np.divide(kind(spec.variance), np.sqrt(added, out=added), out=added)
         backup = home.aux.get(f"w_bak/{part.rank}")  # None: it has the seed, as the home does
         if backup is None:
             return g
-        compensated: Array = g + strength * g * g * (home.value - backup)
+        compensated: Array = np.multiply(strength, g, out=home.empty())
+        compensated *= g
+        compensated *= np.subtract(home.value, backup, out=home.empty())
+        compensated += g
         return compensated
 
     def told(self, home: Home, part: Contribution, values: Array) -> None:

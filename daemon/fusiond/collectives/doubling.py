@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-import numpy as np
-
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
+from fusion_rt.core import scratch
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, local_jobs, of_partials
 
 _FOLD = 0
@@ -38,7 +37,7 @@ class Doubling(Exchange):
         self._sent_nbytes = 0
         self._sources = sources
         self._outputs = outputs
-        self._value = np.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
+        self._value = scratch.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
         self.local_nbytes = len(self._value) * reducer.dtype.itemsize * len(sources)
         self._early: dict[int, memoryview] = {}  # by hop: a partner may be a round ahead
         self._pairs, awaited, self._partner = _rounds(port.position, port.nodes)

@@ -30,6 +30,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.codecs.base import CodecError
 from fusion_rt.codecs.summing import Portion, SummingBucketCodec
+from fusion_rt.core import scratch
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, local_jobs, spoil
 from fusiond.core.contribution import WorkerSelection
 
@@ -89,7 +90,11 @@ class Assembly:
         """Returns the complete payload, and forgets its pieces."""
         found = [self._pieces[at] for at in sorted(self._pieces)]
         self._pieces.clear()
-        return memoryview(found[0] if len(found) == 1 else b"".join(found))
+        if len(found) == 1:
+            return memoryview(found[0])
+        whole = scratch.empty(sum(map(len, found)), np.uint8)
+        np.concatenate([np.frombuffer(piece, np.uint8) for piece in found], out=whole)
+        return whole.data
 
 
 class Compressed(Exchange):

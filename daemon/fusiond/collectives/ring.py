@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
+from fusion_rt.core import scratch
 from fusiond.collectives.base import (
     Array,
     Exchange,
@@ -59,7 +58,7 @@ class Ring(Exchange):
         self._codec = codec
         self._sources = sources
         self._outputs = outputs
-        self._mine = np.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
+        self._mine = scratch.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
         self._partials = of_partials(reducer, codec)
         self.lanes = codec.is_pure
         n, nodes = len(self._mine), port.nodes

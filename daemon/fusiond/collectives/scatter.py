@@ -15,6 +15,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
 from fusion_rt.codecs.dense import Dense
+from fusion_rt.core import scratch
 from fusion_rt.kernels.ordinary import Operand, Remote
 from fusiond.collectives.agreed import Agreed, Maker
 from fusiond.collectives.base import (
@@ -87,7 +88,7 @@ class ReduceScatter(Exchange):
         if len(self._sources) == 1 and not isinstance(first, Remote) and reducer.prescale == 1 and not reducer.widens:
             self._mine = first
         else:
-            self._mine = np.empty(len(first), reducer.partial.storage)
+            self._mine = scratch.empty(len(first), reducer.partial.storage)
         return local_jobs(reducer, self._sources, self._mine, threads)
 
     def _allocate(self) -> None:

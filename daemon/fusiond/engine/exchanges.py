@@ -25,7 +25,7 @@ from fusiond.core.participants import Members
 from fusiond.engine.agreement import Agreement
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.keeper import Keeper
-from fusiond.operations.admission import SCRATCH_BYTES, Admission
+from fusiond.operations.admission import SCRATCH_BYTES, Admission, Room
 from fusiond.operations.operation import NodeOperations, Operation, OperationState
 from fusiond.operations.progress import Progress
 from fusiond.operations.starter import Starter
@@ -102,7 +102,7 @@ class Exchanges:
         self._most_early_bytes = 2 * (EARLY_BYTES + nodes * settings.chunk_bytes)  # twice as many as peers may send
         self._held_elsewhere: dict[OpKey, set[int]] = {}  # by nodes that ask for an operation of which nothing came yet
         self.foreign = 0
-        self.admission = Admission(operations.under_way, SCRATCH_BYTES)
+        self.admission = Admission(operations.under_way, Room(SCRATCH_BYTES, context.room))
         self._making_room = False
         self._early_bytes = 0  # those that wait at most: those that went on are taken off when they seem too many
         self.starter = Starter(operations)

@@ -10,8 +10,9 @@ import numpy as np
 
 _M_TRIM_THRESHOLD = -1  # parameters of mallopt(3), as in glibc's malloc.h
 _M_MMAP_THRESHOLD = -3
-_KEEP = 256 * 1024 * 1024  # bytes of freed memory kept for the next chunks
-_LARGEST_ON_HEAP = 32 * 1024 * 1024  # bytes, the most that glibc accepts
+_M_ARENA_MAX = -8
+_KEEP = 128 * 1024 * 1024  # bytes of freed memory kept for the next chunks
+_LARGEST_ON_HEAP = 4 * 1024 * 1024  # bytes: more than a chunk
 
 
 def allow_many_descriptors() -> None:
@@ -30,11 +31,13 @@ def keep_freed_memory() -> None:
 
     ZeroMQ allocates every chunk it receives. Returned at each free, their pages would have to be zeroed and mapped
     again for the next one: with 512 KiB chunks between two daemons an all-reduce of 25.6 MB took 1.5 to 2 times as
-    long. Kept memory is bounded by the bytes under way at once, that is by the window. Does nothing where libc has no
-    mallopt.
+    long. Kept memory is bounded by the bytes under way at once, that is by the window. What one thread has freed, all
+    may have: with a heap for each thread, every heap kept as much. Larger pieces, which stay, or are `core.scratch`'s,
+    are not malloc's to keep. Does nothing where libc has no mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)
         mallopt(_M_TRIM_THRESHOLD, _KEEP)
 

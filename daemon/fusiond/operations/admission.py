@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from fusion_rt.wire import OpKey
 
 SCRATCH_BYTES = 96 * 1024 * 1024
-"""Bytes that the exchanges of planned buckets may hold at a time. Where other nodes lead it may be
-twice that. Two threads of kernels need 64 MiB more for buckets of 16 MiB, and so all of it is at most 256 MiB."""
+"""Bytes that planned buckets under way may hold at a time: in exchanges, and in messages to and from homes, together.
+What other nodes lead, or send, may be as much. Two threads of kernels need 64 MiB more for buckets of 16 MiB, and so
+all of it is at most 256 MiB."""
 
 
 class Room:
@@ -38,34 +39,48 @@ class Room:
 
     Args:
         nbytes: how much there is.
+        within: what is taken here is taken there, too, where others take as well; None: there is no such room.
 
     Attributes:
         used: bytes that are in use.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, within: Room | None = None) -> None:
         self.used = 0
-        self._nbytes = nbytes
+        self._nbytes, self._within = nbytes, within
         self._of: Counter[int] = Counter()
 
     def fits(self, user: int, nbytes: int) -> bool:
         """Returns whether a user may have so many bytes more."""
-        return self.used + nbytes <= self._nbytes or not self._of[user]
+        return self._has(nbytes) or not self._of[user]
 
     def take(self, user: int, nbytes: int) -> None:
         """Gives a user so many bytes, whether they fit or not."""
-        self.used += nbytes
         self._of[user] += nbytes
+        self._use(nbytes)
 
     def give_back(self, user: int, nbytes: int) -> None:
         """Takes so many bytes back, or all that the user has."""
         nbytes = min(nbytes, self._of[user])
-        self.used -= nbytes
         self._of[user] -= nbytes
+        self._use(-nbytes)
 
     def drop(self, user: int) -> None:
         """Takes back all that a user has."""
-        self.used -= self._of.pop(user, 0)
+        self._use(-self._of.pop(user, 0))
+
+    def _has(self, nbytes: int) -> bool:
+        return self.used + nbytes <= self._nbytes and (self._within is None or self._within._has(nbytes))
+
+    def _use(self, nbytes: int) -> None:
+        self.used += nbytes
+        if self._within is not None:
+            self._within._use(nbytes)
+
+
+def scratch_room() -> Room:
+    """Returns the room of an engine for all scratch memory of planned buckets."""
+    return Room(SCRATCH_BYTES)
 
 
 @dataclass(slots=True)
@@ -81,12 +96,12 @@ class Admission:
 
     Args:
         under_way: those that have a record. One that is no longer in it is over.
-        nbytes: the room.
+        room: for their exchanges. Its users are plans.
     """
 
-    def __init__(self, under_way: Container[OpKey], nbytes: int) -> None:
+    def __init__(self, under_way: Container[OpKey], room: Room) -> None:
         self._under_way = under_way
-        self._room = Room(nbytes)  # its users are plans
+        self._room = room
         self._admitted: dict[OpKey, int] = {}
         self._waiting: dict[OpKey, _Waiting] = {}  # the first ones first
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.cores import kernel_threads
@@ -11,6 +11,7 @@ from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants
 from fusiond.host.thread_pool import LANES_ABOVE
+from fusiond.operations.admission import Room, scratch_room
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Context:
         participants: the process sets, and ranks that are away.
         trace: the recorder.
         cores: processors that this daemon may use.
+        room: for all scratch memory of planned buckets.
     """
 
     topology: Topology
@@ -33,6 +35,7 @@ class Context:
     participants: Participants
     trace: Instrument = NULL
     cores: int = 2
+    room: Room = field(default_factory=scratch_room)
 
     @property
     def threads(self) -> int:

@@ -51,9 +51,6 @@ class NodeParts:
         """Returns jobs that copy to each rank the part of the result that it asks for."""
         return shared_jobs(self._back, threads)
 
-    def give_back(self) -> None:
-        """Does nothing: all memory is the workers'."""
-
 
 def combined(local: Sequence[Contribution], count: int) -> Contribution:
     """Returns the contribution in whose place that of the node is to be: its ranks have combined it among themselves,

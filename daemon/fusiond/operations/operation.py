@@ -388,13 +388,7 @@ class Operation:
         else:
             self._enter(_WRITING)
             jobs = self.staging.writes(self.owner.context.threads)
-            self._do(jobs, self.staging.nbytes, partial(self._written, self.staging))
-
-    def _written(self, staging: Staging | NodeParts) -> None:
-        """The results are where the workers want them."""
-        assert self.exchange is not None
-        self.deliver(self.exchange.results)
-        staging.give_back()
+            self._do(jobs, self.staging.nbytes, partial(self.deliver, self.exchange.results))
 
     def _check_results(self, results: Sequence[Result]) -> None:
         """Raises `TypeError` where an exchange has not given each worker the result that it reads."""

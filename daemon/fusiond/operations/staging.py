@@ -1,65 +1,27 @@
 """Staging of the workers' ordinary memory: arrays of this process that an exchange works on in its place.
 
 An all-reduce within a node needs none of it: its kernel goes through the workers' memory block by block. What sends to
-other nodes needs the elements for longer, and gets them in scratch memory, which is used again and again, so that its
-pages are there.
+other nodes needs the elements for longer, and gets them in scratch memory.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-import numpy as np
-
+from fusion_rt.core import scratch
 from fusion_rt.kernels import ordinary
 from fusion_rt.kernels.ordinary import Operand, Remote, are_same
 from fusiond.collectives.base import Array, Job, Reducer, local_jobs, split_jobs
 from fusiond.core.contribution import Contribution
 
-_HUGE_PAGE = 2 * 1024 * 1024  # bytes
-_IDLE = 256 * 1024 * 1024  # bytes that are kept for the next operations
-
-
-class Scratch:
-    """Memory of this process for operations under way.
-
-    Args:
-        idle: bytes kept at most while no operation uses them.
-    """
-
-    def __init__(self, idle: int = _IDLE) -> None:
-        self._limit = idle
-        self._idle: list[Array] = []  # the one given back last is the last
-
-    def take(self, nbytes: int) -> Array:
-        """Returns an array (uint8) of at least so many bytes, with undefined contents."""
-        fitting = [array for array in self._idle if nbytes <= len(array) <= 2 * nbytes + _HUGE_PAGE]
-        if fitting:
-            best = min(fitting, key=len)
-            self._idle = [array for array in self._idle if array is not best]
-            return best
-        memory = mmap.mmap(-1, max(1, -(-nbytes // _HUGE_PAGE)) * _HUGE_PAGE)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(memory, np.uint8)
-
-    def give_back(self, array: Array) -> None:
-        """Takes an array back that is not used any more."""
-        self._idle.append(array)
-        while sum(map(len, self._idle)) > self._limit:
-            del self._idle[0]
-
 
 @dataclass
 class Staging:
     """The scratch memory of one operation.
-
-    Args:
-        scratch: where it comes from.
 
     Attributes:
         reads: jobs that fill it, before the exchange begins.
@@ -67,21 +29,14 @@ class Staging:
     """
 
     nbytes: ClassVar[float] = math.inf
-    scratch: Scratch
     reads: list[Job] = field(default_factory=list)
-    _taken: list[Array] = field(default_factory=list)
     _writes: list[tuple[Array, list[Remote]]] = field(default_factory=list)
-
-    def array(self, size: int, dtype: np.dtype[np.generic]) -> Array:
-        """Returns scratch memory for so many elements."""
-        self._taken.append(self.scratch.take(size * dtype.itemsize))
-        return self._taken[-1][: size * dtype.itemsize].view(dtype)
 
     def source(self, operand: Operand) -> Array:
         """Returns an array that has the same elements, once the jobs are done; itself if it is of this process."""
         if not isinstance(operand, Remote):
             return operand
-        array = self.array(operand.size, operand.dtype)
+        array = scratch.empty(operand.size, operand.dtype)
         self.reads.append(partial(ordinary.copy, operand, [array]))
         return array
 
@@ -100,7 +55,7 @@ class Staging:
             array = part.values if combines else self.source(part.values)
             target = part.place
             if isinstance(place, Remote):
-                target = self.array(place.size, place.dtype)
+                target = scratch.empty(place.size, place.dtype)
                 self._writes.append((target, [place]))
             staged.append(replace(part, values=array, place=target))
         return staged
@@ -115,7 +70,7 @@ class Staging:
             shared = self.source(source)
             there = [place for place in there if not are_same(place, source)]
         elif there:
-            shared = self.array(there[0].size, there[0].dtype)
+            shared = scratch.empty(there[0].size, there[0].dtype)
         if there:
             self._writes.append((shared, there))
         return [
@@ -139,9 +94,9 @@ class Staging:
         there = [output for output in outputs if isinstance(output, Remote)]
         if reducer.widens or reducer.op == "adasum":
             arrays = [self.source(source) for source in sources]
-            own = arrays[0] if isinstance(sources[0], Remote) else self.array(len(arrays[0]), arrays[0].dtype)
+            own = arrays[0] if isinstance(sources[0], Remote) else scratch.empty(len(arrays[0]), arrays[0].dtype)
         else:
-            own = self.array(len(sources[0]), sources[0].dtype)
+            own = scratch.empty(len(sources[0]), sources[0].dtype)
             self.reads += local_jobs(reducer, sources, own, threads)
             arrays, reducer = [own], replace(reducer, prescale=1.0)
         if there:
@@ -155,12 +110,6 @@ class Staging:
         for array, targets in self._writes:
             jobs += split_jobs(_copying(array, targets), len(array), threads, array.itemsize)
         return jobs
-
-    def give_back(self) -> None:
-        """The operation is complete, and its scratch memory is not used any more."""
-        for array in self._taken:
-            self.scratch.give_back(array)
-        self._taken.clear()
 
 
 def _copying(array: Array, targets: Sequence[Remote]) -> Callable[[int, int], None]:

@@ -23,7 +23,7 @@ from fusiond.collectives.cost import CostModel
 from fusiond.core.contribution import Contribution
 from fusiond.operations.node_parts import NodeParts, combined, loss_scale
 from fusiond.operations.operation import NodeOperations, Operation
-from fusiond.operations.staging import Scratch, Staging
+from fusiond.operations.staging import Staging
 from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.transport.early_credit import EARLY_BYTES, EarlyCredit
 from fusiond.transport.flow_control import FlowPort
@@ -49,7 +49,6 @@ class Starter:
         self._context = context
         self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # of positions, by nodes
         self.early = EarlyCredit(EARLY_BYTES // max(1, len(context.topology.hosts) - 1), context.outside)
-        self._scratch = Scratch()
         self._kernels: set[tuple[str, bool]] = set()  # those here: name of the type, and whether it is converted
         self.measured(CostModel(), CostModel().rounded(), {})
 
@@ -231,7 +230,7 @@ class Starter:
         return port
 
     def _stage(self, operation: Operation) -> Staging:
-        staging = operation.staging = Staging(self._scratch)
+        staging = operation.staging = Staging()
         return staging
 
 

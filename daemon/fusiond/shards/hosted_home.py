@@ -13,6 +13,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
+from fusion_rt.core import scratch
 from fusion_rt.core.errors import WireError
 from fusion_rt.local.saved_state import State, counts
 from fusiond.algorithms.home import Home, HomeAlgorithm
@@ -158,7 +159,7 @@ class HostedHome:
             return copied(values)
         copy = self._copies.get(self.home.version)
         if copy is None:
-            self._copies[self.home.version] = copy = np.array(values.view(np.uint8))
+            self._copies[self.home.version] = copy = scratch.copied(values.view(np.uint8))
         return copy.data
 
     def was_set(self) -> None:

@@ -15,18 +15,20 @@ from fusion_rt import codecs, wire
 from fusion_rt.codecs import BucketCodec, layout_of
 from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.summing import SummingBucketCodec
+from fusion_rt.core import scratch
 from fusiond.buckets.plans import PlanState
 
 
 def pack(codec: BucketCodec, values: Array) -> memoryview:
     """Returns all values of a bucket as bytes of their own; changes the state of a codec that remembers."""
-    return copied(np.frombuffer(codec.encode(0, values), np.uint8))
+    payload = codec.encode(0, values)
+    return copied(values) if np.may_share_memory(np.frombuffer(payload, np.uint8), values) else payload
 
 
 def copied(values: Array) -> memoryview:
     """Returns the bytes of a contiguous array in memory of their own. While numpy copies, the event loop goes on; while
     `bytes` and `tobytes` do, no other thread of Python does."""
-    return np.array(values.view(np.uint8)).data
+    return scratch.copied(values.view(np.uint8)).data
 
 
 def unpack(codec: BucketCodec, payload: memoryview) -> Array:
@@ -50,7 +52,7 @@ def joined(payloads: list[memoryview]) -> memoryview:
     empty then. To be called by a thread, since memory that is written first takes long on a busy machine."""
     if len(payloads) == 1:
         return payloads.pop()
-    whole: Array = np.empty(sum(map(len, payloads)), np.uint8)
+    whole = scratch.empty(sum(map(len, payloads)), np.uint8)
     end = len(whole)
     while payloads:
         last = payloads.pop()

@@ -25,6 +25,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.algorithms import Signal
+from fusion_rt.core import scratch
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusion_rt.local import array_codec
@@ -95,7 +96,7 @@ class ShardHistory:
             self._before = home.clock, home.saved(value)
         if self._outbox is not None:
             # A mean is owned here; a worker's values lie in its arena, or in a message.
-            values: Array = part.values if part.values.flags.owndata else part.values.copy()
+            values = part.values if part.values.flags.owndata else scratch.copied(part.values)
             payload = values.view(np.uint8).data if part.samples else memoryview(b"")
             self._outbox.append(ToMirror("update", part.clock + 1, [payload], part.rates, part.samples, part.rank))
 

@@ -31,7 +31,7 @@ from fusiond.shards.messages import pieces
 
 ROOM_BYTES = 32 * MIB
 """Bytes of requests, and of answers, that a node may have under way. Two buckets of 16 MiB: one is encoded while the
-other one is taken in. A node has both as a sender and as a receiver, and two threads that work on as much."""
+other one is taken in. Both count as bytes of planned buckets (`admission.SCRATCH_BYTES`)."""
 SMALL_BYTES = INLINE_WORK
 """Bytes of a message that needs no room. Its sender and its receiver tell by its length."""
 TO_MIRRORS = frozenset({"image", "update"})
@@ -70,13 +70,13 @@ class MessageRoom:
     Where there are several other nodes, each may use half of it, so that a slow link does not hold up the others.
 
     Args:
-        nbytes: how much there is.
         peers: number of other nodes.
+        within: the room for all planned buckets of this node.
     """
 
-    def __init__(self, nbytes: int, peers: int) -> None:
-        self._room = Room(nbytes)  # its users are plans
-        self._of_a_node = nbytes if peers <= 1 else nbytes // 2
+    def __init__(self, peers: int, within: Room) -> None:
+        self._room = Room(ROOM_BYTES, within)  # its users are plans
+        self._of_a_node = ROOM_BYTES if peers <= 1 else ROOM_BYTES // 2
         self._under_way: Counter[tuple[int, int]] = Counter()  # bytes, by node and plan
         self._lost: set[int] = set()
         self._waiting: list[Reservation] = []  # the first ones first
@@ -186,7 +186,7 @@ class ThisNode:
 
     def __post_init__(self) -> None:
         peers = len(self.context.topology.hosts) - 1
-        self.requests, self.answers = MessageRoom(ROOM_BYTES, peers), MessageRoom(ROOM_BYTES, peers)
+        self.requests, self.answers = (MessageRoom(peers, self.context.room) for _ in range(2))
 
     @property
     def node(self) -> int:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import Array, BucketCodec
+from fusion_rt.core import scratch
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import WireError
 from fusion_rt.tracing.format import Kind
@@ -107,7 +108,7 @@ class Actions:
         if told is None or step.part.kind == "ask":  # a question for the home's values gets every bit of them
             told = hosted.told[rank] = step.values.copy()  # another thread may be at work on the home
             return False, False, copied(told)
-        payload = self._packed(hosted, codec, step.values - told)
+        payload = self._packed(hosted, codec, np.subtract(step.values, told, out=hosted.home.empty()))
         told += unpack(codec, payload)
         hosted.algorithm.told(hosted.home, step.part, told)
         return True, True, payload
@@ -148,7 +149,7 @@ class Actions:
         acts: list[Act] = []
         local = [position for position, node in nodes.items() if node == here.node]
         if local:
-            values = step.values.copy()  # a post may be overwritten before its neighbours have read it
+            values = scratch.copied(step.values)  # a post may be overwritten before its neighbours have read it
             for position in local:
                 part = Contribution(
                     hosted.home.rank, values, kind=step.kind, clock=step.clock, version=hosted.home.version,
@@ -300,15 +301,18 @@ class HomeServer:
 
     def _room(self, hosted: HostedHome, part: Contribution | None, then: Act) -> Reservation:
         """Returns room for all that may be sent when a part is taken in, or, without one, when the algorithm is asked
-        about a home. A shard that survives tells its mirror of it, too."""
+        about a home. A shard that survives tells its mirror of it, too. So it does of its seed, which then waits for
+        room on the way to the mirror, where nothing waits."""
         is_seed, is_own = part is not None and part.kind == "seed", part is not None and part.rank == hosted.home.rank
         positions = () if is_seed else hosted.algorithm.addressees(hosted.home, part)
         nodes = {hosted.nodes[position] for position in positions}
-        if positions and hosted.mirror is not None:
+        if (positions or is_seed) and hosted.mirror is not None:
             nodes.add(hosted.mirror)
-        encoded = hosted.decoder.max_encoded_nbytes(hosted.home.elements)
+        most = hosted.nbytes
+        if hosted.mirror is None:  # to which all is sent as it is
+            most = min(most, hosted.decoder.max_encoded_nbytes(hosted.home.elements))
         room = self._here.requests if is_own else self._here.answers
-        return room.reserve(hosted.plan.plan.id, nodes - {self._here.node}, min(hosted.nbytes, encoded), then)
+        return room.reserve(hosted.plan.plan.id, nodes - {self._here.node}, most, then)
 
     def hold(self, plan: int) -> None:
         """The homes of a plan are to take nothing in."""
@@ -564,7 +568,7 @@ class HomeServer:
         position = hosted.ranks.index(client.rank)
         for slot in hosted.home.slots.values():
             if position in slot:
-                slot[position].values = slot[position].values.copy()
+                slot[position].values = scratch.copied(slot[position].values)
         return True
 
     @staticmethod

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fusion_rt import codecs
+from fusion_rt.core import scratch
 from tests.for_each import for_each
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Node, SimulatedJob
@@ -38,6 +40,11 @@ AT_HOMES = [
 STATEFUL = [name for name, codec in sorted(codecs.CODECS.items()) if codec.stateful and not codec.only_all_reduced]
 LOSSY = [*(("asp", codec) for codec in STATEFUL), ("choco", "int8"), ("choco", "topk")]
 KEEP_NOTHING = ("dpsgd", "noloco")  # homes of these have nothing to be saved but counts
+
+
+@pytest.fixture(autouse=True)
+def every_array_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "SCRATCH", scratch.Scratch(kept=0))  # else one that is used again is not seen
 
 
 class Watch:

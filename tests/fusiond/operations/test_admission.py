@@ -12,7 +12,7 @@ import pytest
 
 from fusion_rt import codecs, wire
 from fusion_rt.wire import OpKey
-from fusiond.operations.admission import Admission
+from fusiond.operations.admission import Admission, Room
 from tests.for_each import for_each
 from tests.fusiond.simulation import SimulatedJob
 
@@ -38,7 +38,7 @@ class TestRoom:
 
     def test_operations_begin_while_there_is_room_and_then_in_the_order_in_which_they_came(self) -> None:
         a, b, c, d = keys = self.keys(4)
-        admission = Admission(keys, 100)
+        admission = Admission(keys, Room(100))
         assert [admission.admits(key, 50) for key in keys] == [True, True, False, False]
         assert admission.next() is None
         admission.over(a)
@@ -50,7 +50,7 @@ class TestRoom:
 
     def test_one_that_is_larger_than_all_begins_alone(self) -> None:
         a, b = keys = self.keys(2)
-        admission = Admission(keys, 100)
+        admission = Admission(keys, Room(100))
         assert admission.admits(a, 500)
         assert not admission.admits(b, 500)
         admission.over(a)
@@ -58,13 +58,13 @@ class TestRoom:
 
     def test_each_plan_has_one_under_way(self) -> None:
         (a,), (b,) = self.keys(1), self.keys(1, plan=2)
-        admission = Admission([a, b], 100)
+        admission = Admission([a, b], Room(100))
         assert admission.admits(a, 100)
         assert admission.admits(b, 100)
 
     def test_what_the_leading_node_has_begun_begins(self) -> None:
         a, b = keys = self.keys(2)
-        admission = Admission(keys, 100)
+        admission = Admission(keys, Room(100))
         assert admission.admits(a, 100)
         assert not admission.told(b)
         assert not admission.admits(b, 100)
@@ -74,13 +74,13 @@ class TestRoom:
 
     def test_what_needs_nothing_never_waits(self) -> None:
         a, b = keys = self.keys(2)
-        admission = Admission(keys, 100)
+        admission = Admission(keys, Room(100))
         assert admission.admits(a, 100)
         assert admission.admits(b, 0)
 
     def test_one_that_has_failed_leaves_its_room_and_its_place(self) -> None:
         keys = self.keys(3)
-        admission = Admission(keys, 100)
+        admission = Admission(keys, Room(100))
         assert [admission.admits(key, 100) for key in keys] == [True, False, False]
         last = keys[2]
         del keys[:2]

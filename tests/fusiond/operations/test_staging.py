@@ -11,7 +11,6 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.host import process_memory
-from fusiond.operations.staging import Scratch
 from tests.for_each import for_each
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -127,19 +126,3 @@ def test_a_wrong_address_fails_the_operation_on_all_ranks_and_nothing_else(layou
         assert "000 of a worker cannot be read: not all of them are memory of its process" in said
     ones = job.submit_all("y", wire.Signature("allreduce", "float32", (5000,)), [np.ones(5000, np.float32)] * job.size)
     assert job.result(0, ones[0])[0] == job.size
-
-
-def test_scratch_memory_is_used_again_and_bounded() -> None:
-    scratch = Scratch(idle=10 << 20)
-    first = scratch.take(5 << 20)
-    assert len(first) >= 5 << 20
-    scratch.give_back(first)
-    assert scratch.take(4 << 20) is first
-    scratch.give_back(first)
-    assert scratch.take(len(first)) is first
-    others = [scratch.take(5 << 20) for _ in range(3)]
-    for array in (first, *others):
-        scratch.give_back(array)
-    kept = [scratch.take(5 << 20) for _ in range(2)]
-    assert sum(any(array is other for other in (first, *others)) for array in kept) == 1
-    assert scratch.take(1 << 10) is not first

@@ -7,11 +7,13 @@ import gc
 import random
 import tracemalloc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fusion_rt import algorithms, wire
+from tests.for_each import for_each
 from tests.fusiond.algorithms.training import SGD
 from tests.fusiond.simulation import SimulatedJob
 
@@ -31,18 +33,26 @@ class Job:
     """
 
     def __init__(
-        self, layout: Sequence[int], algorithm: str, buckets: int, codec: str = "dense", seed: int = 0, rows: int = 256
+        self,
+        layout: Sequence[int],
+        algorithm: str,
+        buckets: int,
+        codec: str = "dense",
+        seed: int = 0,
+        rows: int = 256,
+        survives: bool = False,
+        seeds: bool = True,
     ) -> None:
         self.job = SimulatedJob(layout, seed, fusion_threshold=NBYTES, chunk_bytes=1 << 14, window_bytes=1 << 16)
         self.spec = algorithms.parse(algorithm)
         self.order = random.Random(seed)
         shape = (rows, ELEMENTS // 256)
         tensors = tuple(wire.TensorSpec(f"w{i}", "float32", shape) for i in range(buckets))
-        reduction = wire.Reduction(codec=codec, algorithm=algorithm, optimizer=SGD)
+        reduction = wire.Reduction(codec=codec, algorithm=algorithm, optimizer=SGD, survives=survives)
         self.plan = self.job.plan(wire.Proposal("opt", 0, 0, reduction, tensors))
         self.buckets = [bucket.index for bucket in self.plan.buckets]
         self.memory = [bytes_of.view(np.float32) for bytes_of in self.job.add_plan_memory(self.plan)]
-        for rank in [0] if self.spec.at_shards else self.job.ranks:
+        for rank in [] if not seeds else [0] if self.spec.at_shards else self.job.ranks:
             self.memory[rank][:] = 1.0
             self.post([rank], 0, "seed")
 
@@ -140,3 +150,56 @@ def test_nodes_do_not_wait_for_each_others_room(
                 job.fill(clock)
                 job.step(clock)
             assert job.in_use() == {(0, 0)}, (seed, codec)
+
+
+def watched(job: SimulatedJob) -> list[int]:
+    """Returns a list to which the bytes are added that a node has under way in exchanges and messages, at all times."""
+    seen = [0]
+    step = job.step
+
+    def look() -> bool:
+        for node in job.nodes:
+            rooms: Any = node.engine.homes.statistics()["room"]
+            exchanges = node.engine.exchanges.admission.statistics()["bytes"]
+            seen.append(exchanges + sum(of["bytes"] for of in rooms.values()))
+        return step()
+
+    job.step = look  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.usefixtures("small")
+@for_each("layout", [[1, 1], [1, 2, 1]])
+def test_shards_tell_their_mirrors_of_their_seeds_as_there_is_room(layout: list[int]) -> None:
+    job = Job(layout, "bsp", 16, survives=True, seeds=False)
+    seen = watched(job.job)
+    job.post([0], 0, "seed")
+    assert max(seen) <= 4 * (NBYTES + 64)  # two in their room, one beyond it, and one that has left and has it still
+    job.step(0)
+    assert job.in_use() == {(0, 0)}
+
+
+def test_exchanges_and_messages_have_one_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusiond.operations.admission.SCRATCH_BYTES", 6 * NBYTES)
+    monkeypatch.setattr("fusiond.engine.exchanges.SCRATCH_BYTES", 6 * NBYTES)
+    monkeypatch.setattr("fusiond.shards.node.ROOM_BYTES", 4 * NBYTES)
+    job = Job([1, 1], "asp", 16)
+    seen = watched(job.job)
+    tensors = tuple(wire.TensorSpec(f"g{i}", "float32", (256, ELEMENTS // 256)) for i in range(16))
+    plan = job.job.plan(wire.Proposal("gradients", 0, 0, wire.Reduction(codec="int8"), tensors))
+    job.job.add_plan_memory(plan)
+    handles = [(0, job.job.ready(0, plan, bucket, 0)) for bucket in range(16)]
+    job.job.settle()
+    exchanges = job.job.nodes[0].engine.exchanges.admission.statistics()
+    assert exchanges["bytes"] > 4 * NBYTES  # under way, while rank 1 is late
+    assert exchanges["waiting"] > 0
+    for clock in range(2):
+        job.fill(clock)
+        job.step(clock)
+    assert job.in_use() == {(0, 0)}
+    assert max(seen) <= (6 + 2) * NBYTES  # a request and an answer may be beyond
+    handles += [(1, job.job.ready(1, plan, bucket, 0)) for bucket in range(16)]
+    job.job.settle()
+    for rank, handle in handles:
+        assert isinstance(job.job.answer(rank, handle)[0], wire.Done)
+    assert {node.engine._context.room.used for node in job.job.nodes} == {0}
