@@ -59,7 +59,7 @@ def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec
     most, plain = opened.max_encoded_nbytes(layout.elements), layout.elements * layout.dtype.itemsize
     if opened.exchange == "chunks" and most > plain:
         raise CodecError(f"the codec {codec} makes up to {most} bytes of elements that take {plain}; use none")
-    if opened.exchange == "chunks" and codec.stateful:
+    if opened.exchange == "chunks" and opened.state_dict():
         raise CodecError(
             f"the codec {codec} remembers something from step to step, and its exchange is `chunks`, by which elements "
             "are encoded more than once in a step, so that ranks would get different sums; derive its bucket codec "

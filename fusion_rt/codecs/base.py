@@ -127,9 +127,6 @@ class Codec(ABC):
     lossless: ClassVar[bool] = False
     """Decoding gives back every bit, whatever the element type."""
 
-    stateful: ClassVar[bool] = False
-    """Its bucket codecs remember something, such as a residual, from step to step, and are saved with the model."""
-
     selecting: ClassVar[bool] = False
     """Sends some of the elements only; other nodes may send others, so that the sum of payloads is denser."""
 
@@ -150,6 +147,12 @@ class Codec(ABC):
             team: the threads that a bucket may use.
         """
         return self.bucket(layout, self, team)
+
+    @property
+    def stateful(self) -> bool:
+        """Says whether its bucket codecs remember something from step to step (the number of steps at least), and are
+        saved with the model. All do that are not for `chunks`, which are encoded more than once in a step."""
+        return self.bucket.exchange != "chunks"
 
     @property
     def selects_in_workers(self) -> bool:
@@ -357,13 +360,13 @@ class BucketCodec(ABC):
         return 0.0
 
     def state_dict(self, copies: bool = True) -> dict[str, Array]:
-        """Returns the state to be saved with the model; nothing when the codec is stateless.
+        """Returns the state to be saved with the model: the `step`; nothing when the codec is stateless.
 
         Args:
             copies: all arrays are copies. Else those with an entry for each element may be the codec's own, to be read
                 before the codec works again.
         """
-        return {}
+        return {"step": np.array(self.step, np.int64)} if self.codec.stateful else {}
 
     def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
         """Continues from a `state_dict`.
@@ -374,11 +377,13 @@ class BucketCodec(ABC):
         Raises:
             CodecError: it is of another codec or another bucket.
         """
-        if state and not partial:
+        odd = state.keys() - self.state_dict().keys()
+        if odd and not partial:
             raise CodecError(
-                f"the saved state has {', '.join(sorted(state))}, which a stateless codec does not have; "
+                f"the saved state has {', '.join(sorted(odd))}, which the codec {self.codec} does not have; "
                 f"use the codec that the checkpoint was written with"
             )
+        self.step = int(state.get("step", 0))
 
     # Where a worker selects itself; see `worker_selection`.
 

@@ -30,8 +30,6 @@ class FeedbackCodec(Codec):
     """A codec whose buckets keep a residual. Those with a field `momentum` keep a velocity, too. With a
     field `decay`, the residual is multiplied by that before a gradient is added."""
 
-    stateful = True
-
     def applies_to(self, dtype: DType) -> bool:
         return dtype.is_floating
 

@@ -26,7 +26,6 @@ class Picky(Codec):
 
     name = "picky"
     lossless = False
-    stateful = True
     selecting = True
 
     k: int

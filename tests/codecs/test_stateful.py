@@ -11,10 +11,11 @@ import pytest
 from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, Span, open_bucket, parse
 from fusion_rt.codecs.base import Array, Codec
 from fusion_rt.codecs.dense import DenseBucket
+from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.core.dtypes import DTYPES, DType
 from tests.for_each import for_each
 
-NAMES = sorted(name for name, codec in CODECS.items() if codec.stateful)
+NAMES = sorted(name for name, codec in CODECS.items() if codec().stateful)
 ELEMENTS = 3000
 
 
@@ -65,12 +66,50 @@ def test_a_sender_that_is_told_what_it_sends_is_told_what_receivers_get(name: st
         assert received(receiver, payload).tobytes() == told.tobytes()
 
 
+@for_each("name", NAMES)
+def test_a_codec_of_sums_that_keeps_nothing_else_has_the_number_of_its_steps(name: str) -> None:
+    """A package's codec without a residual, whose draws follow from the step."""
+    codec = parse(name)
+
+    class Forgetful(codec.bucket):  # type: ignore[name-defined, misc]
+        state_dict, load_state_dict = BucketCodec.state_dict, BucketCodec.load_state_dict
+
+    sender, other = (Forgetful(Layout(DTYPES["float32"], ELEMENTS), codec) for _ in range(2))
+    sender.encode(0, gradient(0))
+    assert sender.state_dict() == {"step": 1}
+    other.load_state_dict(sender.state_dict())
+    assert other.step == 1
+    with pytest.raises(CodecError, match=f"has residual/, which the codec {name} does not have"):
+        other.load_state_dict({"step": np.array(2), "residual/": np.zeros(3)})
+    assert other.step == 1
+    other.load_state_dict({"residual/": np.zeros(3)}, partial=True)
+    assert other.step == 0
+
+
+def test_a_codec_that_says_no_more_than_how_nodes_add_it_up_is_for_sums_only() -> None:
+    @dataclass(frozen=True)
+    class Summed(Codec):
+        name: ClassVar[str] = "summed"
+        bucket: ClassVar[type[BucketCodec]] = SummingBucketCodec
+
+        def applies_to(self, dtype: DType) -> bool:
+            return True
+
+    Summed().check_use("average", DTYPES["float32"])
+    for op in ("max", "min", "product"):
+        with pytest.raises(CodecError, match="sends parts of sums, which cannot be combined by"):
+            Summed().check_use(op, DTYPES["float32"])
+
+
 def test_a_codec_that_remembers_and_is_encoded_on_its_way_is_refused() -> None:
+    class RememberingBucket(DenseBucket):
+        def state_dict(self, copies: bool = True) -> dict[str, Array]:
+            return {"last": np.zeros(self.layout.elements, np.float32)}
+
     @dataclass(frozen=True)
     class Remembering(Codec):
         name: ClassVar[str] = "remembering"
-        bucket: ClassVar[type[BucketCodec]] = DenseBucket
-        stateful: ClassVar[bool] = True
+        bucket: ClassVar[type[BucketCodec]] = RememberingBucket
 
         def applies_to(self, dtype: DType) -> bool:
             return True

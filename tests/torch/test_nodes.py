@@ -77,7 +77,7 @@ def test_an_average_of_finite_halves_is_finite_on_every_route() -> None:
                 torch.testing.assert_close(mean, tensor, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, codec in CODECS.items() if codec.stateful))
+@pytest.mark.parametrize("name", sorted(name for name, codec in CODECS.items() if codec().stateful))
 @on_ranks
 def test_an_average_of_finite_halves_is_finite_with_a_codec_that_remembers(name: str) -> None:
     """Three ranks of a node add up 180,000 before a codec has it, where float16 ends at 65,504."""

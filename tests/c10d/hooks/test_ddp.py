@@ -40,7 +40,7 @@ TEXTS = [
     *(
         f"{name}(minimum=100)" if hasattr(codec, "minimum") else name
         for name, codec in sorted(CODECS.items())
-        if codec.stateful and name != "topk"
+        if codec().stateful and name != "topk"
     ),
 ]
 

@@ -37,7 +37,7 @@ AT_HOMES = [
     "decoupled",
 ]
 
-STATEFUL = [name for name, codec in sorted(codecs.CODECS.items()) if codec.stateful and not codec.only_all_reduced]
+STATEFUL = [name for name, codec in sorted(codecs.CODECS.items()) if codec().stateful and not codec.only_all_reduced]
 LOSSY = [*(("asp", codec) for codec in STATEFUL), ("choco", "int8"), ("choco", "topk")]
 KEEP_NOTHING = ("dpsgd", "noloco")  # homes of these have nothing to be saved but counts
 

@@ -17,7 +17,7 @@ from fusion_rt.torch.core import basics
 from tests.harness import Job, on_ranks, run_workers
 
 CODEC = "topk(density=0.05, value='fp16', minimum=100)"
-STATEFUL = sorted(name for name, codec in CODECS.items() if codec.stateful)
+STATEFUL = sorted(name for name, codec in CODECS.items() if codec().stateful)
 SMALL = {name: f"{name}(minimum=100)" if hasattr(CODECS[name], "minimum") else name for name in STATEFUL}
 TEXTS = [CODEC, *(text for name, text in SMALL.items() if name != "topk")]
 

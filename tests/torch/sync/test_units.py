@@ -19,7 +19,7 @@ from tests.harness import Job, on_ranks
 SHAPE = 40, 100
 HALVES, DOUBLES = [65536.0 / 2**k for k in range(7)], [2.0**k for k in range(11)]
 TEXTS = [
-    *(f"{name}(minimum=0)" for name, codec in sorted(CODECS.items()) if codec.stateful),
+    *(f"{name}(minimum=0)" for name, codec in sorted(CODECS.items()) if codec().stateful),
     "topk(minimum=0, momentum=0.9)",
     "topk(minimum=0, momentum=0.9, nesterov=True)",
     "topk(minimum=0, clip=0.5, decay=0.9)",
@@ -187,7 +187,7 @@ def test_ranks_of_a_node_whose_losses_are_scaled_differently_are_told_so() -> No
         (parameter * slopes(1, hvd.rank())).sum().backward()  # type: ignore[no-untyped-call]
 
 
-SUMS = [f"{name}(minimum=0)" for name, codec in sorted(CODECS.items()) if codec.stateful and name != "demo"]
+SUMS = [f"{name}(minimum=0)" for name, codec in sorted(CODECS.items()) if codec().stateful and name != "demo"]
 FALLS = [0.5, 0.5, 0.05, 0.05, 0.005, 0.005, 0.05, 0.5]
 
 
