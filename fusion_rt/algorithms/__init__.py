@@ -13,7 +13,7 @@ from functools import lru_cache
 from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Place, Signal
 from fusion_rt.algorithms.asynchronous import ASP, DCASGD, SSP, Collaborative, Hogwild, Partial, Softsync
 from fusion_rt.algorithms.averaging import EASGD, EAWild
-from fusion_rt.algorithms.neighbours import ADPSGD, DPSGD, SGP, Choco, NoLoCo
+from fusion_rt.algorithms.neighbours import ADPSGD, DPSGD, SGP, Choco, NoLoCo, OnGraph
 from fusion_rt.algorithms.outer_steps import Decoupled, DiLoCo, SparseLoCo
 from fusion_rt.algorithms.synchronous import BSP, AllReduce, LocalSGD
 from fusion_rt.codecs import CODECS, Codec
@@ -42,6 +42,7 @@ __all__ = [
     "Hogwild",
     "LocalSGD",
     "NoLoCo",
+    "OnGraph",
     "Partial",
     "Place",
     "Signal",

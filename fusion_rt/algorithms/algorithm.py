@@ -127,6 +127,12 @@ class Algorithm(ABC):
         del ranks
         return 1.0 if self.at_homes else 0.0
 
+    def receivers(self, ranks: int) -> int:
+        """Returns to how many others the replica of one of so many ranks sends in an exchange, the most at any time;
+        of an algorithm whose homes are replicas, for predictions."""
+        del ranks
+        return 1
+
     @cached_property
     def stale(self) -> bool:
         """Says whether most gradients are of older parameters than those that they change."""

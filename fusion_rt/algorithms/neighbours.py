@@ -12,7 +12,7 @@ from fusion_rt.core import mixing
 
 
 @dataclass(frozen=True)
-class _Gossip(Algorithm):
+class OnGraph(Algorithm):
     """Ranks mix their parameters with their neighbours' in a graph (`fusion_rt.core.mixing`)."""
 
     signal = Signal.PARAMETER
@@ -23,23 +23,38 @@ class _Gossip(Algorithm):
     def lag(self) -> int:
         return 1
 
+    def graph(self, ranks: int) -> mixing.Mixing:
+        """Returns the graph of so many ranks, the same on all. A subclass may have one that no text stands for.
+
+        Raises:
+            MixingError: there is none.
+        """
+        return mixing.parse(self.topology, ranks)
+
+    def receivers(self, ranks: int) -> int:
+        if ranks <= mixing.MAX_RANKS:
+            graph = self.graph(ranks)
+        else:
+            graph = mixing.Mixing(self.topology, ranks, *mixing.GRAPHS[self.topology](ranks))
+        return max(len(graph.incoming(rank, clock)) for rank in range(ranks) for clock in range(graph.period))
+
 
 @dataclass(frozen=True)
-class DPSGD(_Gossip):
+class DPSGD(OnGraph):
     """D-PSGD (Lian et al., arXiv 1705.09056): x_i = sum_j W_ij x_j - rate * g(x_i); the mixing overlaps the
     gradient."""
 
     name = "dpsgd"
 
     def home_copies(self, ranks: int) -> float:
-        return 0.0 if mixing.parse(self.topology, ranks).symmetric else 1.0  # else it is push-sum
+        return 0.0 if self.graph(ranks).symmetric else 1.0  # else it is push-sum
 
     def check(self, ranks: int) -> None:
-        mixing.check_dpsgd(mixing.parse(self.topology, ranks))
+        mixing.check_dpsgd(self.graph(ranks))
 
 
 @dataclass(frozen=True)
-class ADPSGD(_Gossip):
+class ADPSGD(OnGraph):
     """AD-PSGD (Lian et al., arXiv 1710.06952): odd ranks average with an even neighbour, atomically, while both
     compute."""
 
@@ -49,11 +64,11 @@ class ADPSGD(_Gossip):
         return 2.0  # with the changes that the worker has not got
 
     def check(self, ranks: int) -> None:
-        mixing.check_pairwise(mixing.parse(self.topology, ranks))
+        mixing.check_pairwise(self.graph(ranks))
 
 
 @dataclass(frozen=True)
-class SGP(_Gossip):
+class SGP(OnGraph):
     """Stochastic gradient push (Assran et al., arXiv 1811.10792): mixing by any column-stochastic matrix, with push-sum
     weights that undo its bias."""
 
@@ -61,11 +76,11 @@ class SGP(_Gossip):
     topology: str = "exponential"
 
     def check(self, ranks: int) -> None:
-        mixing.check_push_sum(mixing.parse(self.topology, ranks))
+        mixing.check_push_sum(self.graph(ranks))
 
 
 @dataclass(frozen=True)
-class Choco(_Gossip):
+class Choco(OnGraph):
     """CHOCO-SGD (Koloskova et al., arXiv 1902.00340, algorithm 2): neighbours get the encoded difference to their copy;
     `gamma` is the step towards their mean; 0 stands for the one that suits the codec and the graph (`step`)."""
 
@@ -77,14 +92,14 @@ class Choco(_Gossip):
         not_negative(self, "gamma")
 
     def check(self, ranks: int) -> None:
-        graph = mixing.parse(self.topology, ranks)
+        graph = self.graph(ranks)
         mixing.check_dpsgd(graph)
         if graph.period != 1:
             raise AlgorithmError(f"{self} needs a graph that stays as it is, which {self.topology} does not")
         mixing.check_symmetric(graph, "CHOCO-SGD")
 
     def home_copies(self, ranks: int) -> float:
-        neighbours = len(mixing.parse(self.topology, ranks).incoming(0, 0))
+        neighbours = len(self.graph(ranks).incoming(0, 0))
         return 2.0 + neighbours  # its value; the copy that others have of it, and those that it has of them
 
     def check_codec(self, codec: Codec, ranks: int) -> None:
@@ -94,7 +109,7 @@ class Choco(_Gossip):
                 f"{self} needs a codec of which every message takes away a share of the difference, and {codec} does "
                 "not say that it does; use the codec topk, for example, or the algorithm dpsgd"
             )
-        most = 2 * self.step(contraction, ranks)
+        most = 2 * self.step(contraction, self.graph(ranks))
         if self.gamma > most:
             raise AlgorithmError(
                 f"gamma={self.gamma:.6g} of choco is too much for the codec {codec} on the topology {self.topology} of "
@@ -102,7 +117,7 @@ class Choco(_Gossip):
                 f"{most / 2:.3g}, or use a codec that sends more"
             )
 
-    def step(self, contraction: float, ranks: int) -> float:
+    def step(self, contraction: float, graph: mixing.Mixing) -> float:
         """Returns the gamma that suits a codec: contraction / |I - W|_2.
 
         The copies follow the parameters as if each was told anew every 1 / contraction steps. Between two such times a
@@ -112,12 +127,13 @@ class Choco(_Gossip):
 
         Args:
             contraction: see `Codec.contraction`.
+            graph: that of the ranks.
         """
-        return contraction / (mixing.parse(self.topology, ranks).beta or 1.0)
+        return contraction / (graph.beta or 1.0)
 
 
 @dataclass(frozen=True)
-class NoLoCo(OuterSteps, _Gossip):
+class NoLoCo(OuterSteps, OnGraph):
     """NoLoCo (Kolehmainen et al., arXiv 2506.10911): every `steps` local steps, an outer step with the mean change of a
     pair of ranks, another pair each time, whose momentum also draws them to each other by `consensus`."""
 
@@ -137,7 +153,7 @@ class NoLoCo(OuterSteps, _Gossip):
             )
 
     def check(self, ranks: int) -> None:
-        graph = mixing.parse(self.topology, ranks)
+        graph = self.graph(ranks)
         mixing.check_dpsgd(graph)
         mixing.check_symmetric(graph, "NoLoCo")
 

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 from fusion_rt import wire
 from fusion_rt.algorithms import Algorithm, Place
 from fusion_rt.codecs.base import Exchange
-from fusion_rt.core import mixing
 from fusion_rt.core.cost import CostModel
 
 
@@ -128,7 +127,7 @@ def exchange_cost(network: Network, algorithm: Algorithm, parcel: Parcel, bucket
         home = sent / min(network.nodes, buckets)
         return BucketCost(0.0, home * rate, 2 * network.cost.latency, sent / network.nodes)
     if algorithm.place is Place.REPLICA:
-        sent = network.ranks * neighbours(algorithm, network.nodes * network.ranks) * travels
+        sent = network.ranks * algorithm.receivers(network.nodes * network.ranks) * travels
         return BucketCost(0.0, sent * rate, network.cost.latency, sent)
     sent = 2 * (network.nodes - 1) / network.nodes * travels
     if parcel.exchange == "owners":  # to the owners of ranges, and from there
@@ -155,16 +154,6 @@ def _all_reduce(network: Network, nbytes: float, travels: float, route: wire.Rou
     # The last of several chunks passes through all nodes alone, twice; in half of the hops others are still under way.
     last = (nodes - 1) * min(chunk, max(travels / nodes - chunk, 0.0)) * cost.seconds_per_byte
     return cost.ring(int(travels), nodes) - latencies, latencies + last
-
-
-def neighbours(algorithm: Algorithm, ranks: int) -> int:
-    """Returns to how many others a rank sends in a step of a mixing graph; the most at any clock."""
-    topology: str = getattr(algorithm, "topology")  # noqa: B009  # all gossip has one
-    if ranks <= mixing.MAX_RANKS:
-        graph = mixing.parse(topology, ranks)
-    else:
-        graph = mixing.Mixing(topology, ranks, *mixing.GRAPHS[topology](ranks))
-    return max(len(graph.incoming(rank, clock)) for rank in range(ranks) for clock in range(graph.period))
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from fusion_rt import algorithms
@@ -56,6 +58,21 @@ def test_a_home_hears_of_all_ranks_of_other_nodes_and_answers_them() -> None:
 def test_ranks_of_a_mixing_graph_send_to_their_neighbours() -> None:
     found = exchange_cost(NETWORK, algorithms.parse("dpsgd(topology='ring')"), Parcel(1e6, 1e6), 3)
     assert found.sent == 2 * 2 * 1e6
+
+
+def test_gossip_of_a_package_says_to_how_many_a_rank_sends() -> None:
+    @dataclass(frozen=True)
+    class OfPairs(algorithms.Algorithm):
+        name = "of_pairs"
+        place = algorithms.Place.REPLICA
+
+    @dataclass(frozen=True)
+    class OfAll(OfPairs):
+        def receivers(self, ranks: int) -> int:
+            return ranks - 1
+
+    assert exchange_cost(NETWORK, OfPairs(), Parcel(1e6, 1e6), 3).sent == 2 * 1 * 1e6
+    assert exchange_cost(NETWORK, OfAll(), Parcel(1e6, 1e6), 3).sent == 2 * 7 * 1e6
 
 
 def test_one_node_sends_nothing() -> None:

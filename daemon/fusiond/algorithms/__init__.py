@@ -6,10 +6,10 @@ A person chooses one of `fusion_rt.algorithms`; its behaviour is here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fusion_rt import algorithms as chosen
-from fusion_rt.core import mixing
 from fusiond.algorithms import decoupled, elastic, gossip, pairwise, partial, shards
 from fusiond.algorithms.allreduce import AllReduce
 from fusiond.algorithms.exchange import Algorithm
@@ -17,7 +17,7 @@ from fusiond.algorithms.home import HomeAlgorithm
 
 __all__ = ["Algorithm", "AllReduce", "HomeAlgorithm", "make"]
 
-_AT_HOMES: dict[type[chosen.Algorithm], type[HomeAlgorithm[Any]]] = {
+_AT_HOMES: dict[type[chosen.Algorithm], Callable[[Any, int], HomeAlgorithm[Any]]] = {
     chosen.BSP: shards.BSP,
     chosen.ASP: shards.ASP,
     chosen.SSP: shards.SSP,
@@ -26,9 +26,9 @@ _AT_HOMES: dict[type[chosen.Algorithm], type[HomeAlgorithm[Any]]] = {
     chosen.DCASGD: shards.DCASGD,
     chosen.Hogwild: shards.Hogwild,
     chosen.Partial: partial.Partial,
-    chosen.EASGD: elastic.EASGD,
+    chosen.EASGD: elastic.easgd,
     chosen.EAWild: elastic.EAWild,
-    chosen.DPSGD: gossip.Averaging,
+    chosen.DPSGD: gossip.dpsgd,
     chosen.SGP: gossip.PushSum,
     chosen.Choco: gossip.Choco,
     chosen.ADPSGD: pairwise.ADPSGD,
@@ -47,10 +47,6 @@ def make(text: str, ranks: int) -> Algorithm | HomeAlgorithm[Any]:
     spec = chosen.parse(text)
     if spec.place is chosen.Place.NOWHERE:
         return AllReduce()
-    if isinstance(spec, chosen.EASGD) and spec.synchronous_home:
-        return elastic.SynchronousEASGD(spec, ranks)
-    if isinstance(spec, chosen.DPSGD) and not mixing.parse(spec.topology, ranks).symmetric:
-        return gossip.PushSum(spec, ranks)
     built_in = _AT_HOMES.get(type(spec))
     if built_in is not None:
         return built_in(spec, ranks)

@@ -48,6 +48,11 @@ class EAWild(EASGD):
     exclusive = False
 
 
+def easgd(spec: algorithms.EASGD, ranks: int) -> EASGD | SynchronousEASGD:
+    """Makes the algorithm of an EASGD, whose home may be synchronous."""
+    return SynchronousEASGD(spec, ranks) if spec.synchronous_home else EASGD(spec, ranks)
+
+
 def _add(home: Home, part: Contribution) -> None:
     """Moves a home by a difference."""
     assert home.value is not None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from fusion_rt import algorithms
-from fusion_rt.core import mixing, scratch
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Spec, Step, begin_anew
+from fusion_rt.core import scratch
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Step, begin_anew
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 
@@ -17,9 +18,10 @@ _BEGIN: Array = np.zeros(1, np.int64)
 _NOTHING = memoryview(b"")
 _COPY = "x_hat/"
 _Parts = list[tuple[Contribution, float]]  # of neighbours, with their weights
+_Spec = TypeVar("_Spec", bound=algorithms.OnGraph)
 
 
-class Gossip(HomeAlgorithm[Spec]):
+class Gossip(HomeAlgorithm[_Spec]):
     """Each home sends its worker's posts to its neighbours' homes, and mixes when all parts of a clock are there.
 
     Whoever waits, joins or leaves, the mean of all that take part stays: a rank gives away what its neighbours get, as
@@ -29,9 +31,9 @@ class Gossip(HomeAlgorithm[Spec]):
 
     waits = True
 
-    def __init__(self, spec: Spec, ranks: int) -> None:
+    def __init__(self, spec: _Spec, ranks: int) -> None:
         super().__init__(spec, ranks)
-        self.graph = mixing.parse(spec.topology, ranks)  # type: ignore[attr-defined]  # all gossip has one
+        self.graph = spec.graph(ranks)
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         if part.kind != "post" and part.clock < home.scratch.get("clock", _BEGIN)[0]:
@@ -121,7 +123,7 @@ class Gossip(HomeAlgorithm[Spec]):
         del home, part
 
 
-class Averaging(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
+class Averaging(Gossip[algorithms.OnGraph]):
     """x_i + sum_j W_ij (x_j - x_i) with a symmetric W, of which the worker gets the change, as it has taken a step
     meanwhile (arXiv 1705.09056, algorithm 1).
 
@@ -155,7 +157,7 @@ class Averaging(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
         del home, parts
 
 
-class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
+class PushSum(Gossip[algorithms.OnGraph]):
     """x and omega are pushed, and the worker has z = x / omega (arXiv 1811.10792, algorithm 1).
 
     The sums of x and of omega, over all homes and messages, stay as they are: what a rank sends leaves its own at once,
@@ -220,6 +222,11 @@ class PushSum(Gossip[algorithms.SGP | algorithms.DPSGD]):
         return Answer(part, z - home.aux.get("z", z), added=True, weight=float(home.aux["omega"][0]))
 
 
+def dpsgd(spec: algorithms.DPSGD, ranks: int) -> Averaging | PushSum:
+    """Makes the algorithm of a D-PSGD: push-sum, where the graph is not symmetric."""
+    return Averaging(spec, ranks) if spec.graph(ranks).symmetric else PushSum(spec, ranks)
+
+
 def _z(home: Home) -> Array:
     """Returns x / omega, in scratch memory."""
     assert home.value is not None
@@ -282,7 +289,7 @@ class Choco(Gossip[algorithms.Choco]):
             change += difference
         assert home.codec is not None
         for low, high, contraction in home.codec.contractions():
-            change[low:high] *= self.spec.gamma or self.spec.step(contraction, self.ranks)
+            change[low:high] *= self.spec.gamma or self.spec.step(contraction, self.graph)
         home.value += change
         if "owed" in home.aux:
             change += home.aux["owed"]

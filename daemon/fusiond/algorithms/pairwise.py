@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from fusion_rt import algorithms
-from fusion_rt.core import mixing
 from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Send, Step, begin_anew
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
@@ -31,7 +30,7 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
 
     def __init__(self, spec: algorithms.ADPSGD, ranks: int) -> None:
         super().__init__(spec, ranks)
-        graph = mixing.parse(spec.topology, ranks)
+        graph = spec.graph(ranks)
         self._partners = [graph.partners(rank) for rank in range(ranks)]
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
