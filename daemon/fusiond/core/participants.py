@@ -225,7 +225,8 @@ class Participants:
         if not wire.KINDS[kind].joinable:
             sparse = " (sparse gradients are gathered, unless DistributedOptimizer has sparse_as_dense=True)"
             hint = sparse if kind == "allgather" else ""
-            return f"{kind} is not possible while some ranks have joined: {who}; only all-reduce is{hint}"
+            possible = " and ".join(other for other, its in wire.KINDS.items() if its.joinable and its.carries)
+            return f"{kind} is not possible while some ranks have joined: {who}; use {possible} until all have{hint}"
         return ""
 
     def statistics(self) -> dict[str, object]:
