@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md: a package with a codec and an algorithm, installed and used by a job; a collective
+"""The examples of docs/extending.md: a package with codecs and algorithms, installed and used by a job; a collective
 and a launcher, as the page has them."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 from fusion_rt import codecs
 from fusion_rt.codecs import Layout, Span
+from fusion_rt.core import mixing
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.launchers import environment
 from fusiond.collectives.base import Exchange, Reducer
@@ -28,7 +29,7 @@ from tests.runner.conftest import fusionrun  # noqa: F401 - a fixture
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-STEP, RATE, STEPS = 0.5, 0.125, 5
+STEP, RATE, STEPS, MIXED = 0.5, 0.125, 5, 9
 JOB = f"""
 import json
 import torch
@@ -57,6 +58,15 @@ for _ in range({STEPS}):
     ((voted - target) ** 2).sum().backward()
     optimizer.step()
 found["voted"] = voted.tolist()
+mixed = torch.nn.Parameter(torch.arange(50.0))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD([mixed], {RATE}), named_parameters=[("m", mixed)], compression="dense", algorithm="matcha"
+)
+for _ in range({MIXED}):
+    optimizer.zero_grad()
+    ((mixed - target) ** 2).sum().backward()
+    optimizer.step()
+found["mixed"] = mixed.tolist()
 print(json.dumps(found), flush=True)
 hvd.shutdown()
 """
@@ -110,6 +120,34 @@ def test_a_job_uses_the_packages_codec_and_algorithm(package: Path, fusionrun: A
         weight -= RATE * np.sign(sum(np.sign(weight - found["target"]) for found in (first, second)))
     np.testing.assert_array_equal(first["voted"], weight)
     np.testing.assert_array_equal(second["voted"], weight)
+    ranks, targets = np.tile(np.arange(50.0), (2, 1)), np.stack([first["target"], second["target"]])
+    for step in range(MIXED):
+        weights = drawn().matrix(step - 1) if step else np.eye(2)
+        ranks = weights @ ranks - RATE * 2 * (ranks - targets)
+    np.testing.assert_allclose([first["mixed"], second["mixed"]], ranks, rtol=1e-5)
+
+
+def drawn(text: str = "ring", ranks: int = 2) -> Any:
+    """Returns the page's graph."""
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(FILES["acme/acme_matcha.py"], scope)
+    return scope["Matcha"](topology=text).graph(ranks)
+
+
+@for_each("text", ["ring", "complete", "random-pairs"])
+@for_each("ranks", [2, 5, 8])
+def test_the_packages_graph_has_half_of_the_edges_and_brings_ranks_together(text: str, ranks: int) -> None:
+    graph, whole = drawn(text, ranks), mixing.parse(text, ranks)
+    matrices = [graph.matrix(clock) for clock in range(graph.period)]
+    for clock, weights in enumerate(matrices):
+        np.testing.assert_allclose(weights, weights.T)
+        np.testing.assert_allclose(weights.sum(axis=1), 1)
+        apart = ~np.eye(ranks, dtype=bool) & (weights != 0)
+        np.testing.assert_array_equal(weights[apart], whole.matrix(clock)[apart])
+    edges = sum(np.count_nonzero(weights) - ranks for weights in matrices)
+    most = sum(np.count_nonzero(whole.matrix(clock) * ~np.eye(ranks, dtype=bool)) for clock in range(graph.period))
+    assert 0.4 * most < edges < 0.6 * most
+    np.testing.assert_allclose(np.linalg.multi_dot(matrices), 1 / ranks, atol=1e-3)
 
 
 def test_a_prediction_has_the_packages_codec(package: Path) -> None:
