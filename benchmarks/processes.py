@@ -101,7 +101,7 @@ class Job:
         environment = {**os.environ, "FUSION_HEARTBEAT_TIMEOUT": f"{HEARTBEAT_S}s", "OMP_NUM_THREADS": "1"}
         # Round trips of processes that wait for a processor are as long as those of links over a distance.
         environment["FUSION_CONNECTIONS"] = "1"
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the job
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - as long as the job
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*argv, sys.executable, "-m", "benchmarks.processes", os.fspath(directory)],

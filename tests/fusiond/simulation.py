@@ -45,7 +45,7 @@ class Node:
     def __init__(self, job: SimulatedJob, node: int) -> None:
         self._job = job
         self.node = node
-        self.engine = Engine(self.context(), left=job.left[node] if job.left else None)
+        self.engine = Engine(self.context(), left=job.former[node] if job.former else None)
         self.failure = ""
 
     def context(self, trace: Instrument = NULL) -> Context:
@@ -150,7 +150,7 @@ class SimulatedJob:
             **{"chunk_bytes": 4096, "window_bytes": 4 * 4096, "fusion_threshold": 1024, **settings}
         )
         self.by_address = by_address
-        self.left = left
+        self.former = left
         self._process = Process(os.getpid(), "a worker") if by_address else None
         self.now = 0.0
         self.borrow_from = flow_control.BORROW_FROM

@@ -30,7 +30,7 @@ def test_a_value_is_as_it_was_sealed_or_refused(message: Any, other: bytes, plac
     changed = bytearray(value)
     changed[place % len(value)] ^= 1
     for secret, name, wrong in ((b"", "a", value), (b"k", "b", value), (b"k", "a", bytes(changed)), (b"k", "a", other)):
-        with pytest.raises(WireError, match="somebody else"):
+        with pytest.raises(WireError, match="another process"):
             unseal(secret, name, wrong, type(message))
 
 
