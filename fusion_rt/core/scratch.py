@@ -89,7 +89,7 @@ class Scratch:
 
 
 SCRATCH = Scratch()
-"""That of this process."""
+"""The scratch memory of this process."""
 
 
 def empty(count: int, dtype: npt.DTypeLike) -> Array:

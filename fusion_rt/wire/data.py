@@ -86,7 +86,7 @@ SHARD = -1
 
 
 class Staleness(msgspec.Struct, array_like=True, frozen=True):
-    """How stale a contribution was when it was taken in.
+    """The age of a contribution when it was taken in, in updates, clocks and milliseconds.
 
     Attributes:
         version_lag: updates of the home since the worker had last heard from it.

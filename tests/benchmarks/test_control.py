@@ -16,7 +16,7 @@ def test_the_exponent_is_that_of_the_figures() -> None:
 
 
 def test_no_cost_of_a_job_grows_faster_than_its_hosts() -> None:
-    """What a daemon, and the coordinator, run and send in each phase of a job, counted in whole daemons."""
+    """Lines of Python, messages and bytes of a daemon, and of the coordinator, are counted in each phase of a job."""
     counted = {nodes: control.lines(nodes) for nodes in SIZES}
     grown = {
         name: control.exponent({nodes: figures[name] for nodes, figures in counted.items()})

@@ -1,4 +1,4 @@
-"""What the benchmark of the busiest thread makes of its measurements."""
+"""The benchmark of the busiest thread computes rates and tables from its measurements."""
 
 from __future__ import annotations
 

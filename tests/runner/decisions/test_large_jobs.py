@@ -1,4 +1,4 @@
-"""What decisions cost in jobs of thousands of workers: calls of functions and orders are counted, on the product's own
+"""Decisions in jobs of thousands of workers cost calls of functions and orders, which are counted on the product's own
 classes without I/O."""
 
 from __future__ import annotations
